@@ -1,4 +1,4 @@
-"""Every exception EmbodiChain raises on purpose, and the wording they share."""
+"""All exceptions that EmbodiChain raises on purpose, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EmbodiChainError(Exception):
 
 
 class ConfigError(EmbodiChainError, ValueError):
-    """A configuration is wrong; ``problems`` lists everything that is wrong with it, the message the first hundred."""
+    """A configuration is invalid; ``problems`` lists all problems, the message the first hundred."""
 
     def __init__(self, problems: Sequence[str] | str, source: str = "configuration") -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -32,15 +32,15 @@ class ConfigError(EmbodiChainError, ValueError):
 
 
 class UnknownNameError(EmbodiChainError, LookupError):
-    """A name is not registered; the message gives the nearest ones."""
+    """A name is not registered; the message suggests the nearest ones."""
 
 
 class UntrustedModuleError(EmbodiChainError, PermissionError):
-    """A config names a module that the caller did not allow to be imported."""
+    """A config names a module that the caller has not allowed to be imported."""
 
 
 class TrustedModuleError(EmbodiChainError, ImportError):
-    """A module of the user's own raised something while it was imported; the message says what and where."""
+    """The import of a user's module failed; the message has the error and its line."""
 
 
 class MissingExtraError(EmbodiChainError, ImportError):
@@ -60,7 +60,7 @@ class SimulationError(EmbodiChainError, RuntimeError):
 
 
 class EnvContractError(EmbodiChainError, RuntimeError):
-    """An environment does not do what ``VecEnv`` promises, or cannot do what was asked."""
+    """An environment violates the contract of ``VecEnv``, or does not support a request."""
 
 
 class RenderingError(EmbodiChainError, RuntimeError):
@@ -68,11 +68,11 @@ class RenderingError(EmbodiChainError, RuntimeError):
 
 
 class OutputError(EmbodiChainError, OSError):
-    """A file cannot be written where it was asked for."""
+    """A file cannot be written to the requested path."""
 
 
 class ExperienceError(EmbodiChainError, ValueError, AssertionError):
-    """Experience was not written, or in the wrong shape; ProtoMotions, whose buffer this is like, asserts it."""
+    """Experience is missing or has the wrong shape; also an ``AssertionError``, as ProtoMotions raises."""
 
 
 class RolloutError(EmbodiChainError, ValueError):
@@ -84,31 +84,31 @@ class ObservationError(EmbodiChainError, ValueError):
 
 
 class ChunkSizeError(EmbodiChainError, ValueError):
-    """A chunk cannot have this length: the number is no size, or no stored episode is that long."""
+    """A chunk size is not a positive integer, or no stored episode is that long."""
 
 
 class EngineStateError(EmbodiChainError, RuntimeError):
-    """The data engine cannot do this now, or not in this process."""
+    """The data engine cannot do this in its current state, or in this process."""
 
 
 class SharedMemoryError(EmbodiChainError, MemoryError):
-    """The shared buffer does not fit into the memory there is."""
+    """The shared buffer does not fit into the available memory."""
 
 
 class WorkerError(EmbodiChainError, RuntimeError):
-    """A simulation worker failed for good; the message holds its own traceback."""
+    """A simulation worker failed permanently; the message includes its traceback."""
 
 
 class ClusterError(EmbodiChainError, RuntimeError):
-    """A Ray cluster cannot be reached, or has no room for what is asked of it."""
+    """A Ray cluster cannot be reached, or lacks the requested resources."""
 
 
 class StreamStalledError(EmbodiChainError, RuntimeError):
-    """The stream has stalled: no worker writes what a reader waits for."""
+    """The stream has stalled: readers wait for episodes that no worker writes."""
 
 
 class CheckpointError(EmbodiChainError, RuntimeError):
-    """A checkpoint is damaged, of a newer format, or of another architecture."""
+    """A checkpoint is corrupt, has a newer format, or belongs to another architecture."""
 
 
 class CheckpointVersionError(CheckpointError):
@@ -116,23 +116,23 @@ class CheckpointVersionError(CheckpointError):
 
 
 class CheckpointUnreadableError(CheckpointError):
-    """A checkpoint may be intact, but the file system or a lack of memory keeps it from being read at present."""
+    """A checkpoint may be intact, but cannot be read now because of the file system or a lack of memory."""
 
 
 class NotFiniteError(EmbodiChainError, ArithmeticError):
-    """Training met NaN or infinity; the message says where, and where the failing batch was saved."""
+    """NaN or infinity occurred in training; the message says where, and where the failing batch is saved."""
 
 
 class TrainingStateError(EmbodiChainError, RuntimeError):
-    """A run cannot be started or resumed in its present state."""
+    """A run cannot be started or resumed in its current state."""
 
 
 class RankError(EmbodiChainError, RuntimeError):
-    """Another process of a data-parallel training failed, is gone, or has other weights."""
+    """Another rank of a data-parallel training failed, exited, or has different weights."""
 
 
 class ExportError(EmbodiChainError, RuntimeError):
-    """An exported policy does not do what the policy does."""
+    """An exported policy does not produce the same outputs as the original."""
 
 
 class DatasetError(EmbodiChainError, ValueError):
@@ -140,11 +140,11 @@ class DatasetError(EmbodiChainError, ValueError):
 
 
 class WeightsError(EmbodiChainError, RuntimeError):
-    """Weights on their way to a collector were changed, mixed up, too old, or never arrived."""
+    """Weights sent to a collector are corrupt, mismatched, too old, or did not arrive."""
 
 
 class CollectorError(EmbodiChainError, RuntimeError):
-    """Collection failed, or cannot do what was asked of it now; the message holds the collector's own traceback."""
+    """Collection failed, or does not support a request in its current state; the message includes the traceback."""
 
 
 class EnvironmentHungError(CollectorError):
@@ -152,12 +152,12 @@ class EnvironmentHungError(CollectorError):
 
 
 class BufferWaitError(EmbodiChainError, TimeoutError):
-    """A buffer stayed full, or empty, for longer than the caller wanted to wait."""
+    """A buffer stayed full or empty for longer than the timeout."""
 
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise ``OutputError`` that names a file or folder if its name, or the file system, does not allow the block."""
+    """Convert an ``OSError`` inside the block, or an invalid name, to an ``OutputError`` that names the path."""
     text = os.fspath(path)
     shown = text if text.isprintable() else ascii(text)
     if "\0" in text or text != text.encode(errors="replace").decode():
@@ -175,7 +175,7 @@ _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_allo
 
 @contextmanager
 def fits_memory(key: str, what: str, source: str = "configuration") -> Iterator[None]:
-    """Turn a failed allocation inside the block into a ``ConfigError`` about a key: ``what`` does not fit."""
+    """Convert a failed allocation inside the block to a ``ConfigError``: ``key: what does not fit ...``."""
     try:
         yield
     except (MemoryError, RuntimeError, ValueError) as error:
@@ -189,7 +189,7 @@ def fits_memory(key: str, what: str, source: str = "configuration") -> Iterator[
 
 
 def nearest(name: str, options: Iterable[str], count: int = 3, first: Sequence[str] = ()) -> str:
-    """Return `` Did you mean ...? Valid: ...`` for a name that is not among the options; ``first`` are meant before."""
+    """Return `` Did you mean ...? Valid: ...`` for an unknown name; ``first`` lists preferred suggestions."""
     known = sorted(set(options))
     close = list(dict.fromkeys([*first, *difflib.get_close_matches(name, known, n=count, cutoff=0.5)]))
     hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
@@ -197,7 +197,7 @@ def nearest(name: str, options: Iterable[str], count: int = 3, first: Sequence[s
 
 
 def look_up(kind: str, name: str, known: Mapping[str, _T]) -> _T:
-    """Return what has a name, whatever its case; ``UnknownNameError`` gives the nearest names."""
+    """Look up a name, ignoring case; ``UnknownNameError`` suggests the nearest names."""
     found = same_name(name, known)
     if found is None:
         raise UnknownNameError(f"unknown {kind} {name!r}.{nearest(name, known)}")
@@ -205,6 +205,6 @@ def look_up(kind: str, name: str, known: Mapping[str, _T]) -> _T:
 
 
 def same_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is this one, or else differs from it in case alone."""
+    """Return the known name that equals ``name``, or else that equals it up to case; None if there is none."""
     options = {option.casefold(): option for option in known} | {option: option for option in known}
     return options.get(name, options.get(name.casefold()))

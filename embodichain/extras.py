@@ -1,4 +1,4 @@
-"""Modules imported on demand: optional packages, each behind an extra, and a user's own, if the caller allows it."""
+"""Imports on demand: optional packages, each behind an extra, and user modules that the caller trusts."""
 
 import importlib
 import importlib.util
@@ -24,14 +24,14 @@ DISTRIBUTION = "embodichain-agents"
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional module, or say how to install the extra of this distribution that brings it."""
+    """Import an optional module; ``MissingExtraError`` gives the command that installs its extra."""
     if not available(module):
         raise MissingExtraError(f"{module.partition('.')[0]} is not installed. Install it with: {advice(extra)}")
     return importlib.import_module(module)
 
 
 def advice(extra: str) -> str:
-    """Return the command that installs an extra: for a checkout there, for a wheel by what the wheel says it needs."""
+    """Return the command that installs an extra, from the checkout or from the requirements in a wheel's metadata."""
     checkout = Path(__file__).parents[1]
     if (checkout / "pyproject.toml").is_file():
         return f'pip install -e "{checkout}[{extra}]"'
@@ -46,25 +46,25 @@ def advice(extra: str) -> str:
 
 
 def available(module: str) -> bool:
-    """Tell whether an optional module is installed, without importing it; a folder of its name is no module."""
+    """Return whether an optional module is installed, without importing it; a mere folder does not count."""
     spec = importlib.util.find_spec(module.partition(".")[0])
     return spec is not None and spec.origin is not None
 
 
 _allowed: set[str] = set()
 _joined: set[Path] = set()
-"""Folders that joined Python's path with a trusted module."""
+"""Folders of trusted modules that were appended to ``sys.path``."""
 _BEGIN = "/./"
-"""In the path of a file, where a module's dotted name begins, if folders of it have no ``__init__.py``."""
+"""In the path of a file, marks where the module's dotted name begins, for packages without ``__init__.py``."""
 
 
 def module_name(entry: str) -> str:
-    """Return the module that a trusted entry means: ``mine`` for ``mine`` as well as for ``some/where/mine.py``."""
+    """Return the module name of a trusted entry: ``mine`` for both ``mine`` and ``some/where/mine.py``."""
     return _module_of(entry)[0] if entry.endswith(".py") else entry
 
 
 def check_trusted(named: Iterable[str], trusted: Collection[str], source: str) -> None:
-    """Refuse modules that a config names and the caller did not allow."""
+    """Raise ``UntrustedModuleError`` for modules that a config names but the caller has not allowed."""
     allowed = {name for entry in trusted for name in (module_name(entry), Path(entry.removesuffix(".py")).name)}
     for name in named:
         if name not in allowed:
@@ -75,16 +75,17 @@ def check_trusted(named: Iterable[str], trusted: Collection[str], source: str) -
 
 
 def config_folders(config: object = None) -> list[Path]:
-    """Return where trusted modules are looked for besides Python's path: beside a config's file, and where we are."""
+    """Return the folders searched for trusted modules besides ``sys.path``: that of the config file, and the working
+    directory."""
     is_file = isinstance(config, str | os.PathLike) and str(config).endswith((".json", ".yaml", ".yml"))
     return [*([Path(str(config)).parent] if is_file else []), Path.cwd()]
 
 
 def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None:
-    """Import the modules that the caller allows: files where they are, names from Python's path or from the folders.
+    """Import modules that the caller allows, given by file, or by name on ``sys.path`` or in ``folders``.
 
-    The folder of a module that is not on Python's path joins its end. So the module finds its neighbours, here and in
-    the processes that this one starts, and they hide nothing that is installed.
+    The folder of a module that is not on ``sys.path`` is appended to it. The module can then import its neighbours,
+    also in worker processes, and they do not shadow installed packages.
     """
     searched = list(folders)
     for entry in trusted:
@@ -100,8 +101,8 @@ def import_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> None
 
 
 def locate_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> tuple[str, ...]:
-    """Return the same modules as another process or command finds them, without importing anything: those that are not
-    on Python's path by their files."""
+    """Return the entries in a form that other processes can resolve, without importing anything: modules that are not
+    on ``sys.path`` are given by file."""
     searched = list(folders)
     entries = []
     for entry in trusted:
@@ -113,13 +114,13 @@ def locate_trusted(trusted: Iterable[str], folders: Iterable[Path] = ()) -> tupl
             entries.append(entry)
         elif _module_of(str(files[0])) == (name, folder):
             entries.append(str(files[0]))
-        else:  # a folder without __init__.py belongs to the name: /./ marks where the name begins
+        else:  # the name includes a folder without __init__.py
             entries.append(f"{folder}{_BEGIN}{files[0].relative_to(folder).as_posix()}")
     return tuple(dict.fromkeys(entries))
 
 
 def _locate(entry: str, folders: Iterable[Path]) -> tuple[str, Path | None]:
-    """Return the name of a module and the folder in which it is; ``None`` if that is on Python's own path."""
+    """Return the name of a module and its folder; None if the module is on the original ``sys.path``."""
     if entry.endswith(".py"):
         return _module_of(entry)
     if not all(part.isidentifier() for part in entry.split(".")):
@@ -144,12 +145,12 @@ def _locate(entry: str, folders: Iterable[Path]) -> tuple[str, Path | None]:
 
 
 def _portions(spec: ModuleSpec) -> list[str]:
-    """Return the folders of a package that has no ``__init__.py``."""
+    """Return the folders of a namespace package."""
     return list(spec.submodule_search_locations or [])
 
 
 def _module_of(file: str) -> tuple[str, Path]:
-    """Return the name of the module in a file, with the packages it is in, and the folder above them."""
+    """Return the dotted module name of a file, including its packages, and the folder above them."""
     if "\0" in file or not Path(file).is_file():
         shown = file if file.isprintable() else ascii(file)
         raise UnknownNameError(f"there is no file {shown} (looked in {Path.cwd()})")
@@ -165,13 +166,13 @@ def _module_of(file: str) -> tuple[str, Path]:
 
 
 def _import_from(folder: Path, name: str, entry: str) -> None:
-    """Import the module or package ``name`` of a folder, whatever has that name elsewhere on Python's path."""
+    """Import the module or package ``name`` from a folder, regardless of ``sys.path``."""
     spec = PathFinder.find_spec(name, [str(folder)])
     if spec is None or spec.loader is None:
         raise UnknownNameError(f"{entry} is no module that Python can import")
-    there = getattr(sys.modules.get(name), "__file__", None)
-    if there is not None and spec.origin is not None and Path(there).resolve() != Path(spec.origin).resolve():
-        raise UnknownNameError(f"{entry}: another module {name!r} is imported already, {there}: rename the file")
+    imported = getattr(sys.modules.get(name), "__file__", None)
+    if imported is not None and spec.origin is not None and Path(imported).resolve() != Path(spec.origin).resolve():
+        raise UnknownNameError(f"{entry}: another module {name!r} is imported already, {imported}: rename the file")
     if name in sys.modules:
         return
     module = importlib.util.module_from_spec(spec)
@@ -185,12 +186,12 @@ def _import_from(folder: Path, name: str, entry: str) -> None:
 
 @contextmanager
 def _errors_of(entry: str) -> Iterator[None]:
-    """Name the trusted module whose import fails, and the line at which it does."""
+    """Convert errors in a trusted module's import to ``TrustedModuleError`` with the module and the line."""
     try:
         yield
     except EmbodiChainError:
         raise
-    except Exception as error:  # code of the user's own may raise anything
+    except Exception as error:  # user code may raise anything
         passed = traceback.extract_tb(error.__traceback__)
         frames = [frame for frame in passed if "importlib" not in frame.filename and frame.filename != __file__]
         line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else None
@@ -203,5 +204,5 @@ def _errors_of(entry: str) -> Iterator[None]:
 
 
 def allowed_modules() -> frozenset[str]:
-    """Return the modules that the caller allowed in this process so far."""
+    """Return the trusted modules that this process has imported so far."""
     return frozenset(_allowed)

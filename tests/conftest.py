@@ -27,6 +27,33 @@ EXTRAS = {
 }
 """What a test marked ``extra(NAME)`` imports."""
 
+LONGEST = (
+    *(
+        "stream_faults",
+        "launch",
+        "async_faults",
+        "async_collector",
+        "resume",
+        "env_processes",
+        "pool",
+        "stream_examples",
+    ),
+    *("foreign_envs", "remote_env", "runs", "exit", "engine", "distributed", "snapshots", "examples"),
+    *(
+        "async_training",
+        "ray_faults",
+        "pages",
+        "real_lerobot",
+        "ray_rl",
+        "sweeps",
+        "ray_security",
+        "export",
+        "site",
+        "clients",
+    ),
+)
+"""Files that take longest begin first, so that at the end no process waits for another."""
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -46,6 +73,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests whose extra is not installed; those with ``ray`` in the name of their file need that one."""
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     for item in items:
         if "scale" in item.path.parts or item.path.name.startswith("test_ray"):
             item.add_marker(pytest.mark.extra("ray"))

@@ -68,7 +68,7 @@ assert not hasattr(embodichain, "no_such_module")
 
 
 def test_packages_reach_their_modules_without_importing_each():
-    done = subprocess.run([sys.executable, "-c", SUBMODULES], timeout=100, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", SUBMODULES], timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -95,7 +95,7 @@ assert algo.get_algo_class("distill") is algo.Distillation
 
 
 def test_a_step_needs_nothing_that_builds_it_and_a_run_only_the_policy_and_algorithm_that_it_names():
-    done = subprocess.run([sys.executable, "-c", ON_DEMAND], timeout=100, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", ON_DEMAND], timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

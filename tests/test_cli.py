@@ -18,7 +18,7 @@ HEAVY = ("torch", "tensordict", "mujoco", "gymnasium", "pydantic", "tyro", "nump
 
 
 def run_python(code: str, *args: str, **kwargs):
-    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, **kwargs)
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120, **kwargs)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_ctrl_c_ends_without_a_traceback():
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    _, shown = process.communicate(timeout=30)
+    _, shown = process.communicate(timeout=120)
     assert process.returncode == 130
     assert shown == "interrupted\n"
 
@@ -155,7 +155,7 @@ def test_a_closed_pipe_ends_without_a_traceback():
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=30) == 141
+    assert process.wait(timeout=120) == 141
     assert process.stderr is not None
     assert process.stderr.read() == ""
     process.stderr.close()

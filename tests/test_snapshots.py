@@ -17,9 +17,6 @@ import json
 import os
 import platform
 import re
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +40,8 @@ from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.agents.rl.utils.checkpoint import load_policy
 from embodichain.config import merge
 from embodichain.envs.registration import make
+from tests.agents.rl.rank_cases import rank_environment, rendezvous_store
+from tests.programs import start_program, wait_until
 
 FILE = Path(__file__).with_name("snapshots.json")
 TOLERANCE = 1e-3
@@ -184,20 +183,14 @@ def resumed(name: str, folder: Path) -> Tensors:
 
 def two_ranks(folder: Path) -> Tensors:
     """Train in two processes that average their gradients, started as torchrun starts them."""
-    config = write_config(folder, "ppo")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "embodichain.agents.rl.train", "--config", str(config)]
+    config, store = write_config(folder, "ppo"), rendezvous_store()
     processes = []
     for rank in range(2):
-        place = {**common, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
-        environment = os.environ | {key: str(value) for key, value in place.items()}
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        environment = os.environ | rank_environment(rank, 2, store.port) | {"OMP_NUM_THREADS": "1"}
+        processes.append(start_program("-m", "embodichain.agents.rl.train", "--config", config, env=environment))
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=100)
+            _, errors = process.communicate(timeout=200)
             assert process.returncode == 0, errors
     finally:
         for process in processes:
@@ -237,10 +230,7 @@ def streamed(folder: Path) -> Tensors:
         result = {f"{way}/{name}": value for way, part in parts.items() for name, value in flat(part).items()}
         result |= {f"imitation/{name}": value for name, value in imitated(parts["numpy"], parts["torch"]).items()}
         engine.sample_batch(ROWS * REFILL, CHUNK, generator=np.random.default_rng(3))
-        deadline = time.monotonic() + 60
-        while engine.stats().episodes_written < 2 * ROWS:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: engine.stats().episodes_written >= 2 * ROWS)
         again = engine.sample_batch(4, CHUNK, generator=np.random.default_rng(2))
         return result | {f"refilled/{name}": value for name, value in flat(again).items()}
 

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 from embodichain.agents.rl.default_config import shipped_config
-from embodichain.config.files import find_shipped
+from embodichain.config.files import find_config, find_shipped, save_config
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -44,6 +44,15 @@ def test_a_training_is_found_by_its_environment():
     assert shipped_config("HalfCheetah-v5") == ROOT / "configs/agents/rl/gymnasium/half_cheetah/train_config.json"
     assert shipped_config("Pendulum-v1") is None
     assert find_shipped("configs/agents/nothing.json") == Path("configs/agents/nothing.json")
+
+
+def test_a_config_elsewhere_can_name_one_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "configs/agents/rl/reach/gym_config.json"
+    assert find_config(name, tmp_path / "mine") == ROOT / name
+    (tmp_path / "mine").mkdir()
+    save_config({"id": "ReachRL"}, tmp_path / "mine" / name)
+    assert find_config(name, tmp_path / "mine") == tmp_path / "mine" / name  # its own comes first
 
 
 def test_images_have_what_they_copy():

@@ -1,4 +1,4 @@
-"""``embodichain completion bash``: a script that lets the shell complete commands, options, fields and names."""
+"""``embodichain completion bash``: print a script for shell completion of commands, options, fields and names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CompletionArgs:
     """Print a script that completes commands and options: source <(embodichain completion bash)."""
 
     shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional]
-    """The shell that reads it."""
+    """The shell to generate the script for."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options() -> dict[str, list[str]]:
-    """Return the options of every command, fields of configs included."""
+    """Return the options of every command, including the fields of its config."""
     from embodichain.agents.engine.config import ActionSourceCfg, OnlineDataEngineCfg
     from embodichain.agents.imitation.config import ImitateCfg
     from embodichain.agents.imitation.config import schemas_of as imitation_schemas
@@ -95,7 +95,7 @@ def _options() -> dict[str, list[str]]:
 
 
 def _own_options(command: str) -> Iterator[str]:
-    """Yield the options that the classes of a command's module declare."""
+    """Yield the options declared by the ``Args`` classes of a command's module."""
     module: Any = importlib.import_module(f"embodichain.cli.{command}")
     for name, cls in vars(module).items():
         if name.endswith("Args") and dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__:

@@ -1,4 +1,4 @@
-"""``embodichain dataset info|view|merge|split|filter|stats``: look at LeRobot folders, and make new ones of them."""
+"""``embodichain dataset info|view|merge|split|filter|stats``: inspect LeRobot folders, and make new ones from them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 _SHOWN_STATISTICS = ("min", "max", "mean", "std")
 _ROUNDED, _COMPRESSED = 1e-4, 0.05
-"""Differences of statistics that mean nothing: of numbers, and of images, whose videos are compressed."""
+"""Tolerances for statistics of numbers, and of images, whose videos are compressed."""
 _NUMBER = re.compile(r"\d*\.?\d+([eE][+-]?\d+)?|\d+\.")
 _MOST_NUMBERS = 16
-"""So many numbers of a vector are shown."""
+"""Maximum number of components shown per vector."""
 
 
 @dataclass(frozen=True)
 class InfoArgs:
-    """Say what is in a dataset: version, robot, episodes, tasks and features."""
+    """Show what is in a dataset: version, robot, episodes, tasks and features."""
 
     folder: Folder
     """A LeRobotDataset folder (v3.0, v2.1 or v2.0)."""
@@ -41,78 +41,78 @@ class InfoArgs:
 
 @dataclass(frozen=True)
 class ViewArgs:
-    """Say what happens in an episode; draw it as a sheet of images and curves (.png), or show its cameras (.mp4)."""
+    """Describe an episode; draw it as a sheet of images and curves (.png), or export its cameras (.mp4)."""
 
     folder: Folder
     """A LeRobotDataset folder."""
     episode: Annotated[int, tyro.conf.Positional] = 0
-    """Number of the episode."""
+    """Index of the episode."""
     out: Path | None = None
-    """File to draw to: .png, .mp4, .mkv or .mov."""
+    """Output file: .png, .mp4, .mkv or .mov."""
 
 
 @dataclass(frozen=True)
 class MergeArgs:
-    """Write the episodes of several datasets, which have the same features, to a new one."""
+    """Merge the episodes of several datasets with the same features into a new one."""
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folders to merge, in this order."""
     out: Path
     """New folder."""
     quality: int = 18
-    """Quality of videos that have to be encoded again: 0 is lossless, 51 the worst."""
+    """Quality of videos that must be re-encoded: 0 is lossless, 51 the worst."""
 
 
 @dataclass(frozen=True)
 class SplitArgs:
-    """Deal the episodes of a dataset out to new ones: DIR_train and DIR_val, say."""
+    """Split the episodes of a dataset into new ones, such as DIR_train and DIR_val."""
 
     folder: Folder
     """A LeRobotDataset folder."""
     into: tuple[str, ...] = ("train=0.8", "val=0.2")
     """Names and shares of the parts."""
     out: Path | None = None
-    """What the names of the new folders begin with (default: the folder's own)."""
+    """Prefix of the new folders (default: the folder's own name)."""
     seed: int = 0
-    """Seed of the random order in which episodes are dealt out."""
+    """Seed of the random assignment of episodes."""
     in_order: bool = False
-    """Deal them out in their order instead."""
+    """Keep the order of the episodes instead."""
     quality: int = 18
-    """Quality of videos that have to be encoded again."""
+    """Quality of videos that must be re-encoded."""
 
 
 @dataclass(frozen=True)
 class FilterArgs:
-    """Write the episodes of a dataset that fulfil all conditions to a new one."""
+    """Write the episodes of a dataset that meet all conditions to a new one."""
 
     folder: Folder
     """A LeRobotDataset folder."""
     out: Path
     """New folder."""
     success: bool = False
-    """Only episodes that solved the task."""
+    """Keep only episodes that solved the task."""
     task: tuple[str, ...] = ()
-    """Only episodes whose task contains one of these words, in any case."""
+    """Keep only episodes whose task contains one of these words, ignoring case."""
     min_length: int = 1
-    """Only episodes of at least so many frames."""
+    """Minimum number of frames of an episode."""
     max_length: int | None = None
-    """Only episodes of at most so many frames."""
+    """Maximum number of frames of an episode."""
     episodes: str | None = None
-    """Only these episodes: numbers and ranges, such as 0:10,15."""
+    """Keep only these episodes: indices and ranges, such as 0:10,15."""
     exclude: str | None = None
-    """Not these episodes."""
+    """Drop these episodes."""
     quality: int = 18
-    """Quality of videos that have to be encoded again."""
+    """Quality of videos that must be re-encoded."""
 
 
 @dataclass(frozen=True)
 class StatsArgs:
-    """Compute the statistics of every feature from its frames, and compare them with those of the folder."""
+    """Compute the statistics of every feature from its frames, and compare them with those in the folder."""
 
     folder: Folder
     """A LeRobotDataset folder."""
     write: bool = False
-    """Put them into meta/stats.json."""
+    """Write them to meta/stats.json."""
 
 
 Args = (
@@ -132,6 +132,9 @@ def main(argv: Sequence[str]) -> int:
         from embodichain.agents.datasets.lerobot import LeRobotReader
 
     console = Console()
+    for folder in args.folders if isinstance(args, MergeArgs) else (args.folder,):
+        if not folder.exists():
+            raise DatasetError(f"{folder} is no LeRobotDataset: there is no such folder")
     if isinstance(args, MergeArgs):
         return _merge(console, args)
     if isinstance(args, SplitArgs | FilterArgs):
@@ -179,7 +182,7 @@ def _info(console: Console, reader: LeRobotReader) -> int:
 
 
 def _view(console: Console, reader: LeRobotReader, args: ViewArgs) -> int:
-    from embodichain.agents.datasets.lerobot.pictures import contact_sheet, film
+    from embodichain.agents.datasets.lerobot.visualization import contact_sheet, film
 
     if not 0 <= args.episode < len(reader):
         raise DatasetError(f"{args.folder} has the episodes 0 to {len(reader) - 1}, got {args.episode}")
@@ -188,8 +191,7 @@ def _view(console: Console, reader: LeRobotReader, args: ViewArgs) -> int:
     outcome = {True: ", success", False: ", no success", None: ""}[episode.success]
     seed = "" if episode.seed < 0 else f", seed {episode.seed}"
     _say(console, f"episode {args.episode} of {args.folder}: {episode.task or 'no task'}")
-    told = f"{episode.length} frames, {episode.length / reader.fps:.1f} s, return {reward:.2f}{outcome}{seed}"
-    _say(console, told)
+    _say(console, f"{episode.length} frames, {episode.length / reader.fps:.1f} s, return {reward:.2f}{outcome}{seed}")
     if args.out is None:
         _say(console, "--out FILE.png draws it, --out FILE.mp4 shows its cameras; embodichain view opens a browser")
         return 0
@@ -200,7 +202,7 @@ def _view(console: Console, reader: LeRobotReader, args: ViewArgs) -> int:
 
 
 def _write(console: Console, out: Path, parts: Sequence[tuple[LeRobotReader, Sequence[int]]], quality: int) -> None:
-    from embodichain.agents.datasets.lerobot.editing import left_out, write_dataset
+    from embodichain.agents.datasets.lerobot.editing import left_out, loses_scene, write_dataset
 
     total = sum(len(chosen) for _, chosen in parts)
     frames = 0
@@ -209,6 +211,8 @@ def _write(console: Console, out: Path, parts: Sequence[tuple[LeRobotReader, Seq
     _say(console, f"{out}: {total:,} episodes, {frames:,} frames")
     if missing := left_out(parts[0][0]):
         _say(console, f"left out, as they are neither numbers nor RGB images: {', '.join(missing)}")
+    if loses_scene(out, parts):
+        _say(console, "no scene was kept, as the folders do not all have the same one: the viewer shows no 3D")
 
 
 def _merge(console: Console, args: MergeArgs) -> int:
@@ -239,7 +243,7 @@ def _split(console: Console, args: SplitArgs) -> int:
     base = args.out or args.folder
     base = base.resolve() if base.name in ("", "..") else base
     folders = {name: base.with_name(f"{base.name}_{name}") for name in parts}
-    for folder in folders.values():  # before any of them is written
+    for folder in folders.values():  # before writing any of them
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DatasetError(f"{folder} exists and is not an empty folder: choose another --out or other names")
     for name, chosen in parts.items():
@@ -266,18 +270,19 @@ def _filter(console: Console, args: FilterArgs) -> int:
         if text is not None:
             numbers = _numbers(text, len(reader), f"--{name}")
             conditions[name] = lambda fact, numbers=numbers, wanted=wanted: (fact.index in numbers) == wanted  # type: ignore[misc]
+    shown = {name: f"--{name}" for name in conditions} | {"length": "the length"}
     chosen, dropped = filter_episodes(facts, conditions)
-    reasons = ", ".join(f"{name} drops {count}" for name, count in dropped.items() if count)
+    reasons = ", ".join(f"{shown[name]} drops {count}" for name, count in dropped.items() if count)
     if not chosen:
         raise DatasetError(f"no episode of {args.folder} is left: {reasons}")
     _write(console, args.out, [(reader, chosen)], args.quality)
     if reasons:
-        _say(console, f"of {len(reader):,} episodes {reasons}")
+        _say(console, f"of {len(reader):,} episodes, {reasons}")
     return 0
 
 
 def _numbers(text: str, count: int, flag: str) -> set[int]:
-    """Read numbers and ranges: ``0:10,15``."""
+    """Parse indices and ranges: ``0:10,15``."""
     found: set[int] = set()
     for part in text.split(","):
         first, colon, last = part.partition(":")
@@ -327,7 +332,7 @@ def _stats(console: Console, args: StatsArgs) -> int:
 
 
 def _verdict(entry: dict[str, Any], known: Any, tolerance: float) -> str:
-    """Compare statistics with those of the folder."""
+    """Return how statistics compare with those of the folder: missing, damaged, equal or differs."""
     import numpy as np
 
     if not isinstance(known, dict):

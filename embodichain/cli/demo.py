@@ -1,4 +1,4 @@
-"""``embodichain demo``: the main job in small: a robot arm pushes a cube, on the CPU, in well under three minutes."""
+"""``embodichain demo``: a small demonstration: a robot arm pushes a cube, on the CPU, in under three minutes."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -16,7 +16,7 @@ _TASK = "PushCubeRL"
 
 @dataclass(frozen=True)
 class DemoArgs:
-    """Let the scripted expert push a cube to random goals; print its success rate and film it."""
+    """Run the scripted expert that pushes a cube to random goals; print its success rate and record a video."""
 
     output: Path = Path("outputs/demo")
     """Folder for the video and the images."""
@@ -25,7 +25,7 @@ class DemoArgs:
     num_envs: int = 25
     """Number of envs stepped together."""
     seed: int = 0
-    """Seed of all that is random."""
+    """Seed of all random numbers."""
 
 
 def main(argv: Sequence[str]) -> int:

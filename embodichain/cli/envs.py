@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ListArgs:
-    """List the environments: one line for each, which says what it is."""
+    """List the environments, one line each."""
 
     long: bool = False
-    """Also say what they observe and what actions they take."""
+    """Also show their observations and actions."""
     gymnasium: bool = False
-    """Also list the ids that are registered with Gymnasium."""
+    """Also list the ids registered with Gymnasium."""
     trust: Trust = ()
 
 
 @dataclass(frozen=True)
 class CheckArgs:
-    """Play an environment and say whether it keeps the contract of VecEnv; the exit code is 1 if it does not."""
+    """Check that an environment fulfils the VecEnv contract; the exit code is 1 if it does not."""
 
     id: Annotated[str, tyro.conf.Positional]
     """Name of the environment: a task of this package, any Gymnasium id, or module:Name-v0."""
@@ -43,9 +43,9 @@ class CheckArgs:
     max_episode_steps: int | None = None
     """Time limit (default: the environment's own)."""
     max_steps: int = 1000
-    """Largest number of steps of the longest trajectory."""
+    """Maximum length of a trajectory."""
     device: str | None = None
-    """Where it is simulated, such as cuda (default: the environment's own)."""
+    """Device of the simulation, such as cuda (default: the environment's own)."""
     trust: Trust = ()
 
 
@@ -94,7 +94,7 @@ def _list(console: Console, args: ListArgs) -> int:
 
 
 def _describe(space: Any) -> str:
-    """Return the keys of an observation with their sizes: ``robot(qpos 6, qvel 6)``."""
+    """Return the keys of an observation with their shapes: ``robot(qpos 6, qvel 6)``."""
     parts = []
     for key, value in space.spaces.items():
         if isinstance(value, gym.spaces.Dict):

@@ -1,4 +1,4 @@
-"""``embodichain eval RUN``: let the policy of a run act and measure how well it does."""
+"""``embodichain eval RUN``: evaluate the policy of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from embodichain.agents.rl.run_records import EVALUATIONS_FILE, RunRecord, is_run
 from embodichain.cli.options import Trust, loading, parse_options
 from embodichain.cli.summary import print_files, print_summary
-from embodichain.errors import UnknownNameError
+from embodichain.errors import CheckpointError, UnknownNameError
 from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
@@ -35,25 +35,25 @@ class EvalArgs:
     episodes: int = 100
     """Number of episodes."""
     num_envs: int | None = None
-    """Number of envs stepped together (default: as many as the run's evaluations use)."""
+    """Number of envs stepped together (default: as in the run's evaluations)."""
     seed: int = 2_000_003
-    """Seed of the episodes; different from those of the training."""
+    """Seed of the episodes; by default not one of the training."""
     checkpoint: Literal["best", "latest"] = "best"
-    """Which checkpoint of the run; without evaluations in the run, it is the latest."""
+    """Which checkpoint of the run; without evaluations in the run, 'best' is the latest."""
     stochastic: bool = False
     """Sample actions instead of taking the most likely ones."""
     video: bool = False
-    """Film one episode; the file goes to the folder 'videos' of the run."""
+    """Record one episode to the folder 'videos' of the run."""
     output: Path | None = None
-    """File for the figures (.json), every episode included."""
+    """File for the results (.json), including every episode."""
     config: Path | None = None
-    """File with other settings of the environment (a gym_config.json), over those of the run."""
+    """File of environment settings (a gym_config.json) that override those of the run."""
     trust: Trust = ()
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A trained policy and the environments that it is shown in."""
+    """A trained policy and the environments to evaluate it in."""
 
     checkpoint: Path
     step: int
@@ -72,7 +72,7 @@ def opened_run(
     video: bool,
     config: Path | None = None,
 ) -> Iterator[LoadedRun]:
-    """Load the policy of a run, and make the environments that the run's evaluations use, with settings of a file."""
+    """Load the policy of a run, and make the environments of its evaluations, with settings overridden by a file."""
     from embodichain.agents.rl.checkpoint import (
         check_parts,
         find_checkpoint,
@@ -85,6 +85,9 @@ def opened_run(
     from embodichain.config import load_config, merge
     from embodichain.config.files import find_shipped
 
+    if not run.exists():
+        shown = str(run) if str(run).isprintable() else ascii(str(run))
+        raise CheckpointError(f"{shown}: expected a run or a checkpoint, but there is no such folder")
     folder = find_checkpoint(run, which).resolve()
     state = load_checkpoint(folder)
     check_parts(state, folder, "config", "trainer")
@@ -100,7 +103,7 @@ def opened_run(
         step = int(state["trainer"]["global_step"])
     count = min(num_envs or settings.num_eval_envs, episodes)
     with (
-        _naming_modules(folder.parent.parent, trusted_modules),
+        _suggesting_modules(folder.parent.parent, trusted_modules),
         make_eval_env(cfg.replace(trainer=settings), trusted_modules, num_envs=count, seed=seed) as env,
     ):
         policy = load_policy(folder, env, settings.device, trusted_modules=trusted_modules)
@@ -108,8 +111,8 @@ def opened_run(
 
 
 @contextmanager
-def _naming_modules(run: Path, trusted_modules: Sequence[str]) -> Iterator[None]:
-    """Add to an error about an unknown name the modules that the command of the run trusted, if none is now."""
+def _suggesting_modules(run: Path, trusted_modules: Sequence[str]) -> Iterator[None]:
+    """Add to an unknown-name error which modules the run's command trusted, if none is trusted now."""
     try:
         yield
     except UnknownNameError as error:
@@ -137,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
     title = f"{args.run}, {args.checkpoint} checkpoint (step {run.step:,})"
     print_summary(console, title, result.episodes, time.perf_counter() - began)
     print_files(console, result.files, result.problem)
-    _remember(args, run, result)
+    _append_result(args, run, result)
     if args.output is not None:
         summary, episodes = asdict(result.summary), [asdict(episode) for episode in result.episodes]
         setting = {} if args.config is None else {"config": str(args.config)}
@@ -153,8 +156,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _remember(args: EvalArgs, run: LoadedRun, result: Evaluation) -> None:
-    """Add a line to the folder of the run, which lists and reports of runs read; no reason to fail if it cannot be."""
+def _append_result(args: EvalArgs, run: LoadedRun, result: Evaluation) -> None:
+    """Append the result to the folder of the run, for ``runs`` and ``report``; ignore a folder that is not writable."""
     folder = run.checkpoint.parent.parent
     if not is_run(folder):
         return

@@ -1,4 +1,4 @@
-"""``embodichain export RUN --onnx FILE``: write a trained policy for use without this package."""
+"""``embodichain export RUN --onnx FILE``: export a trained policy for use without this package."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from embodichain.cli.options import Trust, loading, parse_options
 
 @dataclass(frozen=True)
 class ExportArgs:
-    """Write the policy of a run as an ONNX file, its normaliser included, and check that it does the same."""
+    """Export the policy of a run, including its normaliser, to an ONNX file, and check that the outputs agree."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, or of one of its checkpoints."""
     onnx: Path
     """The file to write (.onnx)."""
     checkpoint: Literal["best", "latest"] = "best"
-    """Which checkpoint of the run; without evaluations in the run, it is the latest."""
+    """Which checkpoint of the run; without evaluations in the run, 'best' is the latest."""
     trust: Trust = ()
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
     folder = find_checkpoint(args.run, args.checkpoint)
     state = load_checkpoint(folder)
-    policy = load_policy(folder, trusted_modules=args.trust)  # and so the spaces are what they should be
+    policy = load_policy(folder, trusted_modules=args.trust)  # validates the spaces, too
     observation_space, action_space = (space_from_data(state["spaces"][name]) for name in ("observation", "action"))
     print(export_onnx(policy, observation_space, action_space, args.onnx))
     return 0

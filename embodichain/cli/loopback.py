@@ -1,7 +1,7 @@
-"""A rendezvous for torchrun that no other machine can reach: ``torchrun --rdzv-backend=loopback ...``.
+"""A rendezvous for torchrun that is reachable only from this machine: ``torchrun --rdzv-backend=loopback ...``.
 
 torchrun's own backends listen on all network interfaces, even for ranks of one machine; this one on 127.0.0.1 only.
-It is found by the entry point ``torchrun.handlers``. Ranks on several machines need one of torchrun's own backends.
+It is registered through the entry point ``torchrun.handlers``. Ranks on several machines need torchrun's own backends.
 """
 
 import socket
@@ -24,23 +24,23 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of one machine's ranks, with a new store for every attempt."""
+    """A rendezvous for the ranks of one machine, with a new store for every attempt."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._store: TCPStore | None = None  # the store lives as long as this reference
+        self._store: TCPStore | None = None  # keeps the store alive
 
     def get_backend(self) -> str:
         return "loopback"
 
     @property
     def use_agent_store(self) -> bool:
-        return True  # ranks use torchrun's store and need not open another
+        return True  # ranks use torchrun's store instead of opening another
 
     def next_rendezvous(self) -> RendezvousInfo:
         listener = socket.create_server((ADDRESS, 0))
         port: int = listener.getsockname()[1]
-        descriptor = listener.detach()  # the store owns it from here on
+        descriptor = listener.detach()  # now owned by the store
         options: dict[str, Any] = {"is_master": True, "multi_tenant": True, "master_listen_fd": descriptor}
         self._store = TCPStore(ADDRESS, port, world_size=1, timeout=_TIMEOUT, **options)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(ADDRESS, port))
@@ -49,7 +49,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        pass  # there are no other machines to inform
+        pass  # no other machines to inform
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -62,12 +62,12 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Make the rendezvous; ``ConfigError`` if several machines are asked for."""
+    """Create the rendezvous; ``ConfigError`` for several machines."""
     if parameters.max_nodes != 1:
         raise ConfigError(f"--nnodes: expected 1, as only one machine reaches {ADDRESS}, got {parameters.max_nodes}")
     return LoopbackRendezvous(parameters.run_id)
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what torchrun's entry point asks for."""
+    """Return the factory for torchrun's entry point."""
     return create

@@ -1,5 +1,6 @@
-"""``embodichain COMMAND``: finds the command, runs it, and turns errors into messages and exit codes.
-Commands import heavy libraries, so this module imports none of them: ``--help`` answers at once."""
+"""``embodichain COMMAND``: runs a command, and turns errors into messages and exit codes.
+
+Heavy libraries are imported by the commands only, so that ``--help`` is fast."""
 
 import importlib
 import os
@@ -16,31 +17,31 @@ EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
 _HINT = "(--traceback shows where it was raised)"
 TRACEBACK_VARIABLE = "EMBODICHAIN_TRACEBACK"
 COMMANDS = {
-    "envs": "list the environments, or check that one keeps the contract",
-    "robots": "list the robots, or see what is recognised in a robot's MJCF file",
-    "play": "roll an environment and show what happens",
+    "envs": "list environments, or check one against the VecEnv contract",
+    "robots": "list robots, or analyse a robot's MJCF file",
+    "play": "roll out an environment and show what happens",
     "view": "watch an environment, a trained policy or a recording in the browser",
-    "stream": "stream episodes from simulation workers and watch the numbers",
-    "record": "write the episodes of a stream as a LeRobotDataset folder",
-    "dataset": "look at LeRobot folders, and merge, split or filter them",
-    "train": "train a policy as a config says, or continue a run",
-    "imitate": "let a policy imitate a stream or a recording, or continue a run",
-    "sweep": "search for better settings of a training",
-    "eval": "see how well the policy of a run does",
+    "stream": "stream episodes from simulation workers and show statistics",
+    "record": "write the episodes of a stream to a LeRobotDataset folder",
+    "dataset": "inspect LeRobot folders, and merge, split or filter them",
+    "train": "train a policy from a config, or continue a run",
+    "imitate": "train a policy by imitating a stream or a recording, or continue a run",
+    "sweep": "tune the hyperparameters of a training with Optuna",
+    "eval": "evaluate the policy of a run",
     "runs": "list runs with their state, return, success and age",
     "report": "write one HTML file that compares runs",
-    "export": "write the policy of a run as an ONNX file",
-    "demo": "see the main job in small, on the CPU",
-    "completion": "print a script that completes commands and options in bash or zsh",
+    "export": "export the policy of a run to an ONNX file",
+    "demo": "run a small demonstration on the CPU",
+    "completion": "print a script for shell completion in bash or zsh",
 }
-"""Commands and what they do; the module of each has its name, and its ``main`` takes the words after it. It returns the
-exit code, or what is left to do once the words are understood, which is called then and returns the code."""
+"""Commands and their summaries. Each has a module of the same name, whose ``main`` takes the remaining arguments and
+returns the exit code, or a function that does the work and returns the exit code."""
 OTHER_NAMES = {"train-rl": "train"}
-"""Names of commands that guides of this framework use as well."""
+"""Aliases of commands that other guides of this framework use."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``embodichain`` with these arguments (default: those of the process) and return the exit code."""
+    """Run ``embodichain`` with these arguments (default: ``sys.argv[1:]``) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     show_traceback = os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0")
     if "--traceback" in words:
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interruption:
         print("interrupted", *getattr(interruption, "__notes__", []), sep="\n", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader, `head` say, has seen enough; keep the interpreter from flushing once more
+    except BrokenPipeError:  # the reader, such as `head`, has exited; avoid another flush at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE_CLOSED
     except EmbodiChainError as error:
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"embodichain: {error}", *notes, sep="\n", file=sys.stderr)
         return EXIT_USAGE
     except OSError as error:
-        if show_traceback or error.filename is None:  # without a file it is no problem of the user's files
+        if show_traceback or error.filename is None:  # without a file name, it is not about a file of the user
             raise
         print(f"embodichain: {error.filename}: {error.strerror}", _HINT, sep="\n", file=sys.stderr)
         return EXIT_USAGE
@@ -90,5 +91,5 @@ Train embodied agents from live simulation.
 commands:
 {lines}
 
-'embodichain COMMAND --help' says more about one of them.
+'embodichain COMMAND --help' shows the options of a command.
 --traceback (or {TRACEBACK_VARIABLE}=1) shows where an error was raised."""

@@ -1,4 +1,4 @@
-"""What the commands' options have in common: how they are read, and what is wrong with them in one message."""
+"""Parsing of command options, with errors as one ``ConfigError``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Trust = Annotated[
         "The option can be repeated.",
     ),
 ]
-"""The option ``--trust`` of every command. It takes one value, so that a positional argument may come after it."""
+"""The option ``--trust`` of every command. It takes one value, so that a positional argument may follow."""
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Show on a terminal that something is going on while torch and MuJoCo are imported, which takes seconds."""
+    """Show a status on a terminal during the slow imports of torch and MuJoCo."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -41,20 +41,20 @@ def loading() -> Iterator[None]:
 
 
 def parse_options(command: type[_Args], argv: Sequence[str], prog: str) -> _Args:
-    """Return the options of a command; ``--help`` prints them, and what is wrong is one ``ConfigError``."""
+    """Return the options of a command; ``--help`` prints them, and errors raise a ``ConfigError``."""
     with _errors_in_one_line():
         return tyro.cli(command, args=list(argv), prog=prog)
 
 
 def parse_known_options(command: type[_Args], argv: Sequence[str], prog: str) -> tuple[_Args, list[str]]:
-    """Return the options of a command, and the words that are none of them."""
+    """Return the options of a command and the unknown arguments."""
     with _errors_in_one_line():
         return tyro.cli(command, args=list(argv), prog=prog, return_unknown_args=True)
 
 
 @contextlib.contextmanager
 def _errors_in_one_line() -> Iterator[None]:
-    """Make what tyro draws in a box a ``ConfigError``."""
+    """Turn the errors that tyro prints into a ``ConfigError``."""
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
@@ -66,7 +66,7 @@ def _errors_in_one_line() -> Iterator[None]:
 
 
 def trusted_words(argv: Sequence[str]) -> list[str]:
-    """Return the values of ``--trust`` on a command line that is not read otherwise."""
+    """Return the values of ``--trust`` on a command line that is not parsed otherwise."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--trust", action="append", default=[])
     with contextlib.suppress(argparse.ArgumentError):

@@ -1,4 +1,4 @@
-"""``embodichain play ID``: let an expert, a trained policy or chance act in an environment, and show what happens."""
+"""``embodichain play ID``: roll out an expert, a trained policy or random actions, and show what happens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from embodichain.cli.eval import opened_run
 from embodichain.cli.options import Trust, loading, parse_options
 from embodichain.cli.summary import print_files, print_summary
-from embodichain.cli.view import ViewArgs, view
+from embodichain.cli.view import ViewArgs, explaining_paths, view
 from embodichain.errors import ConfigError, EnvContractError
 from embodichain.utils.console import check_counts
 
@@ -32,19 +32,19 @@ _DEFAULT_NUM_ENVS = 20
 
 @dataclass(frozen=True)
 class PlayArgs:
-    """Roll a policy in an environment; print how it did and, if asked, film it."""
+    """Roll out a policy in an environment; print the results and optionally record a video."""
 
     id: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ID|RUN")]
-    """Name of the environment, a task of this package or any Gymnasium id, or its file (a gym_config.json); or folder
+    """Name of the environment (a task of this package or any Gymnasium id), its file (a gym_config.json), or the folder
     of a run, whose policy acts."""
     episodes: int = 20
     """Number of episodes."""
     num_envs: int | None = None
     """Number of envs stepped together (default: 20, or fewer for few episodes)."""
     video: Path | None = None
-    """Video of the first episodes (.mp4); without OpenGL, a trajectory plot takes its place (.png)."""
+    """Video of the first episodes (.mp4); without OpenGL, a trajectory plot (.png)."""
     video_episodes: int = 3
-    """Number of episodes in the video, all of the first env."""
+    """Number of episodes in the video, all in the first env."""
     camera: str | None = None
     """Camera of the video (default: the task's own)."""
     size: tuple[int, int] = (480, 640)
@@ -54,13 +54,13 @@ class PlayArgs:
     seed: int = 0
     """Seed of the episodes and of random actions."""
     policy: PolicyName | None = None
-    """Who acts: the task's scripted expert (the default), uniformly random actions, or none at all."""
+    """Source of actions: the task's scripted expert (default), uniformly random actions, or zeros."""
     checkpoint: Literal["best", "latest"] = "best"
-    """Of a run: which of its checkpoints."""
+    """For a run: which checkpoint."""
     config: Path | None = None
-    """File with settings of the environment (a gym_config.json); those of a run go below it."""
+    """File of environment settings (a gym_config.json); they override those of a run."""
     viewer: bool = False
-    """Show it in the browser instead, until Ctrl-C: what 'embodichain view' does."""
+    """Show it in the browser until Ctrl-C, as 'embodichain view' does."""
     trust: Trust = ()
 
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     check_counts(counts, *([] if args.speed > 0 else [f"--speed: expected a number above 0, got {args.speed}"]))
     console = Console()
     num_envs = args.num_envs
-    if num_envs is None:  # one env is filmed, so it should run all the episodes of the video
+    if num_envs is None:  # the recorded env should run all the episodes of the video
         filmed = 1 if args.video is None else args.video_episodes
         num_envs = max(1, min(args.episodes // filmed, _DEFAULT_NUM_ENVS))
     with contextlib.ExitStack() as stack:
@@ -92,7 +92,8 @@ def main(argv: Sequence[str]) -> int:
                 overrides["id"] = args.id
             elif args.config is not None:
                 raise ConfigError(f"--config: expected the name of an environment before it, got the file {args.id}")
-            env = stack.enter_context(make_to_watch(source, args.trust, video=args.video is not None, **overrides))
+            with explaining_paths(args.id):
+                env = stack.enter_context(make_to_watch(source, args.trust, video=args.video is not None, **overrides))
             act = choose_policy(env, args.policy or "expert", args.seed)
         recorder = None
         if args.video is not None:
@@ -100,23 +101,23 @@ def main(argv: Sequence[str]) -> int:
             stack.callback(recorder.close)
         episodes, seconds = watch_episodes(env, act, args.episodes, args.seed, console, recorder)
         files = recorder.finish() if recorder is not None else []
-    who = f"{args.checkpoint} checkpoint" if os.path.isdir(args.id) else args.policy or "expert"
-    print_summary(console, f"{args.id}, {who}", episodes, seconds)
+    actor = f"{args.checkpoint} checkpoint" if os.path.isdir(args.id) else args.policy or "expert"
+    print_summary(console, f"{args.id}, {actor}", episodes, seconds)
     if recorder is not None:
         print_files(console, files, recorder.problem)
     return 0
 
 
 def _as_view(args: PlayArgs) -> ViewArgs:
-    """Return the options of ``embodichain view`` that show the same."""
-    who = args.checkpoint if args.policy is None and os.path.isdir(args.id) else args.policy
-    shown = ViewArgs(args.id, who, seed=args.seed, config=args.config, trust=args.trust)
+    """Return the equivalent options of ``embodichain view``."""
+    actor = args.checkpoint if args.policy is None and os.path.isdir(args.id) else args.policy
+    shown = ViewArgs(args.id, actor, seed=args.seed, config=args.config, trust=args.trust)
     return shown if args.num_envs is None else replace(shown, num_envs=args.num_envs)
 
 
 @contextlib.contextmanager
 def _acting_run(args: PlayArgs, num_envs: int) -> Iterator[tuple[VecEnv, PolicyActor]]:
-    """Return environments of a run and its policy; ``ConfigError`` for options that are those of an environment."""
+    """Return the environments of a run and its policy; ``ConfigError`` for ``--policy``."""
     from embodichain.agents.rl.evaluation import PolicyActor
     from embodichain.envs.wrappers import chunked
 
@@ -129,7 +130,7 @@ def _acting_run(args: PlayArgs, num_envs: int) -> Iterator[tuple[VecEnv, PolicyA
 
 
 def choose_policy(env: VecEnv, name: PolicyName, seed: int) -> ActionSource:
-    """Return the function that acts; ``EnvContractError`` if the env cannot be played like this."""
+    """Return a function that selects actions; ``EnvContractError`` if the env has no expert."""
     import torch
 
     from embodichain.agents.engine.sources import RandomActor
@@ -146,7 +147,7 @@ def choose_policy(env: VecEnv, name: PolicyName, seed: int) -> ActionSource:
 def watch_episodes(
     env: VecEnv, act: ActionSource, count: int, seed: int, console: Console, recorder: EpisodeRecorder | None
 ) -> tuple[list[EpisodeResult], float]:
-    """Roll ``count`` episodes under a progress bar; return them and the seconds they took."""
+    """Run ``count`` episodes with a progress bar; return their results and the wall time in seconds."""
     from embodichain.agents.rl.evaluation import PolicyActor
     from embodichain.envs.recording import roll
 
@@ -159,7 +160,7 @@ def watch_episodes(
             episodes += step.ended
             progress.update(bar, advance=len(step.ended))
             if isinstance(act, PolicyActor):
-                act.reset([episode.env for episode in step.ended])  # a recurrent policy begins anew
+                act.reset([episode.env for episode in step.ended])  # clears the recurrent state
             if recorder is not None:
                 recorder.watch(step)
     return episodes, time.perf_counter() - start

@@ -20,7 +20,6 @@ from embodichain.utils.console import check_counts
 if TYPE_CHECKING:
     from embodichain.agents.datasets.frames import EpisodeSource, Key
     from embodichain.envs.env_cfg import GymCfg
-    from embodichain.envs.task_env import TaskEnv
 
 _DEFAULT_FPS = 30
 
@@ -36,15 +35,15 @@ class RecordArgs:
     episodes: int = 50
     """Number of episodes."""
     fps: int | None = None
-    """Frames per second; None takes the simulation's own rate."""
+    """Frames per second; None uses the rate of the simulation."""
     task: str | None = None
-    """What is to be done, in words; None takes the instruction of every episode, or the name of the environment."""
+    """Task description; None uses the instruction of every episode, or the name of the environment."""
     robot_type: str | None = None
-    """Name of the robot; None takes that of the simulation."""
+    """Name of the robot; None uses that of the simulation."""
     quality: int = 18
     """Quality of the videos: 0 is lossless, 51 the worst."""
     states: bool = False
-    """Record the positions of the simulation, too, so that 'embodichain view' shows the episodes in 3D."""
+    """Also record simulation states, so that 'embodichain view' shows the episodes in 3D."""
     trust: Trust = ()
     read: bool = False
     """Read the folder back and compare it with what was written."""
@@ -61,10 +60,15 @@ def main(argv: Sequence[str]) -> int:
 
     check_counts({"--episodes": args.episodes})
     console = Console()
-    with closing(open_source(cfg, numbered=False)) as source:  # the episodes of the stream's first worker
+    with closing(open_source(cfg, numbered=False)) as source:  # the same episodes as the stream's first worker
         scene = _keep_states(source) if args.states else None
         about = describe(source)
         name = str(args.config if isinstance(cfg.gym_config, list) else cfg.gym_config.get("id", args.config))
+        if cfg.check().source == "random" and not _has_expert(source):
+            console.print(
+                f"{name} has no scripted expert, so random actions are recorded; --action_config.source policy "
+                "--action_config.path RUN records a policy"
+            )
         writer = LeRobotWriter(
             args.out,
             source.layout,
@@ -88,8 +92,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _has_expert(source: EpisodeSource) -> bool:
+    """Return whether a simulated source has a scripted expert; of others that is not asked."""
+    from embodichain.agents.engine.sources import SimulatedEpisodes
+    from embodichain.envs.vec_env import HasExpert
+
+    env = source.env if isinstance(source, SimulatedEpisodes) else None
+    return env is None or (isinstance(env, HasExpert) and env.has_expert)
+
+
 def _keep_states(source: EpisodeSource) -> GymCfg:
-    """Let a source keep the positions of its simulation, and return the settings of the environment."""
+    """Make a source record simulation states, and return the settings of the environment."""
     from embodichain.agents.engine.sources import SimulatedEpisodes
     from embodichain.envs.task_env import TaskEnv
     from embodichain.viewer.replay import states_of
@@ -103,20 +116,21 @@ def _keep_states(source: EpisodeSource) -> GymCfg:
 
 @dataclass(frozen=True)
 class SourceDescription:
-    """What a dataset says of where its frames come from."""
+    """Metadata of a dataset about the source of its frames."""
 
     fps: int = _DEFAULT_FPS
     robot_type: str | None = None
     names: Mapping[Key, Sequence[str]] = field(default_factory=dict)
-    """Names of the numbers of an array, by its key."""
+    """Names of the components of an array, by its key."""
 
 
 def describe(source: EpisodeSource) -> SourceDescription:
-    """Return the frame rate, the robot and the names of its joints, as far as the source knows them."""
+    """Return the frame rate, the robot and its joint names, as far as the source knows them."""
     from embodichain.agents.datasets.lerobot import RecordedEpisodes
     from embodichain.agents.engine.sources import MixedEpisodes, SimulatedEpisodes
     from embodichain.envs.multi_task import TaskView
     from embodichain.envs.task_env import TaskEnv
+    from embodichain.viewer.replay import number_names, robot_name
 
     if isinstance(source, RecordedEpisodes):
         return SourceDescription(round(source.reader.fps), source.reader.info.robot_type, source.reader.names)
@@ -128,32 +142,3 @@ def describe(source: EpisodeSource) -> SourceDescription:
         return SourceDescription()
     fps = round(1.0 / (env.physics.model.opt.timestep * env.cfg.env.substeps))
     return SourceDescription(fps, robot_name(env), number_names(env))
-
-
-def robot_name(env: TaskEnv) -> str | None:
-    """Return the name of a simulation's robot, or the names of its robots."""
-    if env.robot is None:
-        return bytes(env.physics.model.names).split(b"\0")[0].decode() or None  # of the model
-    robot = env.cfg.robot
-    files = [Path(arm.mjcf).stem if arm.mjcf else getattr(arm, "uid", None) for arm in (robot, *robot.arms.values())]
-    named = [name for name in dict.fromkeys(files[1:]) if name]
-    return "+".join(named) or files[0]
-
-
-def number_names(env: TaskEnv) -> dict[Key, list[str]]:
-    """Return the names of joints, and of what an action is made of, without the prefix that the scene gives them."""
-    from embodichain.envs.actions import RobotActionManager
-
-    if env.robot is None or not isinstance(manager := env.action_manager, RobotActionManager):
-        motors = [env.physics.model.actuator(i).name for i in range(env.physics.model.nu)]
-        return {("action",): motors} if all(motors) else {}
-    joints: list[str] = []
-    actions: list[str] = []
-    for key, arm in env.robot.arms.items():
-        prefix = f"{key}_" if len(env.robot.arms) > 1 else ""
-        own, fingers = ([name.rpartition("/")[2] for name in names] for names in (arm.joints, arm.fingers))
-        joints += [prefix + name for name in (*own, *fingers)]
-        moves = own if manager.action_type != "ee_delta" else ["x", "y", "z", "rx", "ry", "rz"]
-        moves = moves[: manager.arms[key].term.dim]
-        actions += [prefix + name for name in (*moves, *(["gripper"] if fingers else []))]
-    return {("observation", "robot", "qpos"): joints, ("observation", "robot", "qvel"): joints, ("action",): actions}

@@ -10,21 +10,22 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from embodichain.agents.rl.run_records import find_runs
 from embodichain.cli.options import parse_options
 from embodichain.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class ReportArgs:
-    """Write one HTML file about runs, with everything inside: results, settings and how they differ, learning curves
-    with mean and band over seeds, videos, where the time went, machine and versions, and commands to reproduce."""
+    """Write one self-contained HTML file about runs: results, settings and their differences, learning curves with mean
+    and band over seeds, videos, time profile, machine and versions, and commands to reproduce."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
-    """Folders of runs, of runs with several seeds, of sweeps, or of any of these."""
+    """Folders of runs, of groups of seeds, of sweeps, or of any of these."""
     out: Path | None = None
-    """The file (default: report.html in the folder, if one is given; else in this one)."""
+    """Output file (default: report.html in the given folder, or in the working directory for several)."""
     videos: int = 12
-    """Most videos in the report; 0 leaves them out."""
+    """Maximum number of videos in the report."""
     title: str | None = None
     """Title of the page (default: the names of the folders)."""
 
@@ -41,7 +42,13 @@ def main(argv: Sequence[str]) -> int:
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
     if out.is_dir():
         raise ConfigError(f"--out: expected a file, got the folder {out}", "command line")
-    file = write_report(args.runs, out, args.videos, args.title)
+    console = Console()
+    empty = [path for path in args.runs if path.exists() and not find_runs(path)]
+    if 0 < len(empty) < len(args.runs):  # runs/* may match a report, or seeds that were stopped before the first began
+        told = f"left out, as there is no run in it: {', '.join(map(str, empty))}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    runs = [path for path in args.runs if path not in empty] or args.runs
+    file = write_report(runs, out, args.videos, args.title)
     size = file.stat().st_size / 2**20
-    Console().print(f"wrote {file} ({size:.1f} MiB)", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"wrote {file} ({size:.1f} MiB)", markup=False, highlight=False, soft_wrap=True)
     return 0

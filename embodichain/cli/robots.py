@@ -30,7 +30,7 @@ class ListArgs:
 
 @dataclass(frozen=True)
 class CheckArgs:
-    """Say what is recognised in a robot's MJCF file, move every joint, and print a config for it.
+    """Analyse a robot's MJCF file, move every joint, and print a config for it.
 
     The exit code is 1 if a joint does not follow, or the kinematics differ from MuJoCo's.
     """
@@ -42,21 +42,21 @@ class CheckArgs:
     tool: str | None = None
     """Tool to mount on the flange: a registered one, or an MJCF file."""
     flange: str | None = None
-    """Site or body that the tool is mounted on."""
+    """Site or body on which the tool is mounted."""
     tool_site: str | None = None
-    """Site or body whose position counts as the tool's."""
+    """Site or body that defines the position of the tool."""
     tool_axis: Literal["x", "y", "z", "-x", "-y", "-z"] | None = None
-    """Axis of the tool site that points where the tool points."""
+    """Axis of the tool site along which the tool points."""
     gripper: tuple[str, ...] | None = None
     """Joints of the fingers."""
     servos: bool | None = None
-    """Put position servos in the place of motors (default: if the joints have motors)."""
+    """Replace motors by position servos (default: if the joints have motors)."""
     fix_base: bool = False
-    """Bolt down a robot whose base is free."""
+    """Fix the base of a robot with a free base."""
     image: Path | None = None
-    """Draw the robot at the start of an episode (.png)."""
+    """Render the robot in its initial posture (.png)."""
     video: Path | None = None
-    """Film every joint as it moves (.mp4)."""
+    """Record a video of every joint's motion (.mp4)."""
     trust: Trust = ()
 
 
@@ -123,7 +123,7 @@ def _check(console: Console, args: CheckArgs) -> int:
 
 
 def _config(args: CheckArgs) -> RobotCfg:
-    """Return the config that the options make."""
+    """Return the config for the options."""
     from embodichain.envs.robot_check import as_written, robot_config
 
     cfg = robot_config(args.file)
@@ -144,10 +144,10 @@ def _config(args: CheckArgs) -> RobotCfg:
 def _print_joints(console: Console, report: RobotReport) -> None:
     table = Table("joint", "kind", "limits", "drive", "start", "follows", box=None, header_style="bold", pad_edge=False)
     for joint in report.joints:
-        said = {True: "[green]yes[/green]", False: "[red]no[/red]", None: "[dim]-[/dim]"}[joint.follows]
+        verdict = {True: "[green]yes[/green]", False: "[red]no[/red]", None: "[dim]-[/dim]"}[joint.follows]
         name = joint.name.removeprefix("robot/")
         limits = f"{joint.lower:.3g} to {joint.upper:.3g}"
-        follows = f"{said} {escape(joint.note)}".strip()
+        follows = f"{verdict} {escape(joint.note)}".strip()
         table.add_row(escape(name), joint.kind, limits, joint.drive, f"{joint.start:.3f}", follows)
     console.print(table)
 
@@ -201,7 +201,7 @@ def _print_parts(console: Console, report: RobotReport) -> None:
 
 
 def snippet(report: RobotReport) -> dict[str, Any]:
-    """Return a config that spells out what was recognised."""
+    """Return a config that spells out all inferred settings."""
     from embodichain.envs.env_cfg import RobotCfg
     from embodichain.envs.robot_adaptation import describe
 
@@ -225,7 +225,7 @@ def snippet(report: RobotReport) -> dict[str, Any]:
 
 @contextmanager
 def _camera(args: CheckArgs) -> Iterator[Any]:
-    """Give a function that films, or ``None``."""
+    """Yield a function that records a video frame, or ``None``."""
     if args.video is None:
         yield None
         return

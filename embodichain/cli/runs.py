@@ -1,4 +1,4 @@
-"""``embodichain runs [DIR]``: list the runs in a folder, with their state and how well they do."""
+"""``embodichain runs [DIR]``: list the runs in a folder with their state and results."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _COLOURS = {
     "killed": "red",
     "stopped": "dim",
 }
-_CROWD = 3
-"""States that a group is in are counted; so many are named."""
-_ROOM = 16
-"""Columns that are worth being used for what a command changed."""
+_MAX_STATES = 3
+"""Maximum number of states that are named for a group."""
+_MIN_WIDTH = 16
+"""Minimum width in columns to show changed settings on the same line."""
 
 
 @dataclass(frozen=True)
 class RunsArgs:
-    """List runs: state, seed, what their command changed, steps, return, success and age. Runs of several seeds and
-    trials of a sweep are one line, unless --all is given."""
+    """List runs: state, seed, changed settings, steps, return, success and age. Groups of seeds and sweeps are one
+    line, unless --all is given."""
 
     dir: Annotated[Path, tyro.conf.Positional] = Path("runs")
-    """Folder of runs; those in folders below it are listed, too."""
+    """Folder of runs, searched recursively."""
     all: bool = False
-    """List every run of a group or sweep in a line of its own."""
+    """List every run of a group or sweep on its own line."""
     sort: Literal["age", "return", "success", "steps", "name"] = "age"
-    """The last line has the newest run, or the highest return, success or number of steps."""
+    """Sort order: the newest run, or the highest return, success or number of steps, comes last."""
     json: bool = False
-    """Print JSON, for programs."""
+    """Print JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Print a line for each run; what its command changed follows where there is room, or else stands below it."""
+    """Print a line for each run, with its changed settings on the same line if they fit, else below it."""
     cells = [["run", "state", "seed", "steps", "return", "success", "age"], *map(_cells, rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     room = console.width - sum(widths) - 2 * len(widths)
@@ -78,20 +78,20 @@ def _print(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             text.append(cell.ljust(width) if index < 2 else cell.rjust(width), "bold" if row is None else style)
             text.append("  ")
         changed = "changed" if row is None else _changed(row)
-        if room >= _ROOM and len(changed) <= room:
+        if room >= _MIN_WIDTH and len(changed) <= room:
             text.append(changed, "bold" if row is None else "dim")
         text.rstrip()
         console.print(text, soft_wrap=True)
-        if row is not None and changed and (room < _ROOM or len(changed) > room):
+        if row is not None and changed and (room < _MIN_WIDTH or len(changed) > room):
             for part in textwrap.wrap(changed, max(20, console.width - 4), break_long_words=False):
                 console.print(Text(f"    {part}", "dim"), soft_wrap=True)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    told = "" if row["return"] is None else f"{row['return']:.4g}"
+    mean_return = "" if row["return"] is None else f"{row['return']:.4g}"
     success = "" if row["success"] is None else f"{row['success']:.0%}"
     seed = "" if row["seed"] is None else str(row["seed"])
-    return [row["run"], row["state"], seed, short_number(row["steps"]), told, success, _ago(row["age"])]
+    return [row["run"], row["state"], seed, short_number(row["steps"]), mean_return, success, _ago(row["age"])]
 
 
 def _changed(row: dict[str, Any]) -> str:
@@ -100,7 +100,7 @@ def _changed(row: dict[str, Any]) -> str:
 
 
 def _rows(folder: Path, every: bool) -> list[dict[str, Any]]:
-    """Return a line for each run, or each group of runs, below a folder."""
+    """Return a row for each run, or each group of runs, below a folder."""
     grouped: dict[Path, list[RunInfo]] = {}
     for path in find_runs(folder):
         above = [path, *path.parents]
@@ -114,12 +114,14 @@ def _row(path: Path, runs: Sequence[RunInfo], folder: Path) -> dict[str, Any]:
     name = str(path) if path == folder else str(path.relative_to(folder))
     first = runs[0]
     ignored = ("trainer.seed", "trainer.run_dir", "trainer.output_dir", "trainer.gym_config.num_threads")
+    shared = (read_group(first.path.parent) or {}).get("overrides", {})  # flags of the command that created the group
+    changed = shared | first.overrides()
     row = {
         "run": name,
         "name": first.record.name,
         "state": first.state,
         "seed": first.record.seed,
-        "overrides": {key: value for key, value in first.overrides().items() if key not in ignored},
+        "overrides": {key: value for key, value in changed.items() if key not in ignored},
         "steps": first.step,
         "return": first.mean_return,
         "success": first.success,
@@ -130,25 +132,28 @@ def _row(path: Path, runs: Sequence[RunInfo], folder: Path) -> dict[str, Any]:
         return row
     states = [run.state for run in runs]
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
-    told = ", ".join(f"{count} {state}" for state, count in list(counts.items())[:_CROWD])
+    listed = ", ".join(f"{count} {state}" for state, count in list(counts.items())[:_MAX_STATES])
     returns = [value for run in runs if (value := run.mean_return) is not None]
     successes = [value for run in runs if (value := run.success) is not None]
     row |= {
-        "state": told if len(counts) > 1 else states[0],
+        "state": listed if len(counts) > 1 else states[0],
         "seed": format_seeds(group.get("seeds", [])),
         "steps": sum(run.step for run in runs),
         "return": fmean(returns) if returns else None,
         "success": fmean(successes) if successes else None,
         "age": min(run.age for run in runs),
         "runs": len(runs),
-        "overrides": group.get("overrides", row["overrides"]),
+        "overrides": {key: value for key, value in group.get("overrides", {}).items() if key not in ignored},
     }
     if group.get("kind") == "sweep":
         trials = group.get("trials", [])
-        done = [trial for trial in trials if trial["state"] != "running"]
+        failed = sum(trial["state"] == "fail" for trial in trials)
+        done = sum(trial["state"] not in ("running", "fail") for trial in trials)
         best = next((trial["folder"] for trial in trials if trial["number"] == group.get("best")), None)
         chosen = [run for run in runs if best in run.path.parts]
-        row["state"] = f"{len(done)} trials {'running' if is_running(path) else 'done'}"
+        parts = [f"{done} trial{'s' if done != 1 else ''} done"]
+        parts += [f"{failed} failed"] if failed else []
+        row["state"] = ", ".join(parts + (["running"] if is_running(path) else []))
         for name, values in (("return", [r.mean_return for r in chosen]), ("success", [r.success for r in chosen])):
             known = [value for value in values if value is not None]
             row[name] = fmean(known) if known else None
@@ -157,7 +162,7 @@ def _row(path: Path, runs: Sequence[RunInfo], folder: Path) -> dict[str, Any]:
 
 
 def _domain(domain: dict[str, Any]) -> str:
-    """Return the values that a sweep searches in, as the command line takes them."""
+    """Return the domain of a sweep in the syntax of the command line."""
     if "choices" in domain:
         return f"{{{','.join(map(str, domain['choices']))}}}"
     ends = f"{domain['low']:g},{domain['high']:g}"

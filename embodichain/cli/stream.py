@@ -1,4 +1,4 @@
-"""``embodichain stream CONFIG``: run simulation workers, sample from them, and watch the numbers."""
+"""``embodichain stream CONFIG``: run simulation workers, sample from them, and show statistics."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg, StreamStats, WorkerStats
 
 WINDOW_SECONDS = 30.0
-"""Rates are means over this time, until the stream ends: workers write in bursts, a whole buffer at a time."""
+"""Window of the rates: workers write in bursts, a whole buffer at a time."""
 MAX_LINES = 40
-"""Longest table where no height of a terminal bounds it."""
+"""Maximum number of lines of a table without a terminal."""
 IDLE = "idle (buffer full)"
 _SILENT_SECONDS = 2.0
-"""From then on the time since a worker's last sign of life is shown."""
+"""Seconds without a heartbeat after which a worker is shown as silent."""
 _NAME_LENGTH = 13
 _LEFT = ("node", "worker", "state")
 _COLUMNS = (*_LEFT, "episodes", "per s", "steps/s", "age", "restarts")
@@ -47,24 +47,24 @@ Args = TypeVar("Args", bound=Any)
 
 @dataclass(frozen=True)
 class StreamArgs:
-    """Stream episodes and show what happens. Every setting of the engine is a flag, too: --num_workers 2."""
+    """Stream episodes and show statistics. Every setting of the engine is also a flag: --num_workers 2."""
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
     """File of engine settings, a gym_config.json, or the name of an environment."""
     duration: float | None = None
     """Seconds after which to stop; None runs until Ctrl-C."""
     batch_size: int = 32
-    """Chunks per batch that is drawn while the stream runs."""
+    """Chunks per sampled batch."""
     chunk_size: int = 8
     """Steps per chunk."""
     rate: float = 50.0
-    """Batches per second to draw; 0 draws none."""
+    """Batches to sample per second; 0 samples none."""
     watch: bool = False
-    """Show what every worker does, node by node."""
+    """Show the state of every worker, by node."""
     tensorboard: Path | None = None
     """Folder for TensorBoard scalars of the stream and of every node."""
     viewer: bool = False
-    """Show the environments of the workers in the browser while they stream."""
+    """Show the environments of the workers in the browser."""
     trust: Trust = ()
 
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
-    """Return the settings in a file (whose ``gym_config`` may be the path of another file), or defaults that suit the
+    """Return the engine settings of a file (whose ``gym_config`` may be the path of another file), or defaults for the
     environment of a ``gym_config.json`` or of an id."""
     from embodichain.agents.engine.config import OnlineDataEngineCfg
 
@@ -111,7 +111,7 @@ def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
 
 
 def _for_environment(gym_config: dict[str, Any], path: Path | None = None) -> OnlineDataEngineCfg:
-    """Return settings for an environment (of a file): a few rows for each env, of its expert, if it has one."""
+    """Return settings for an environment (of a file): a few rows per env, and actions of its expert, if it has one."""
     from embodichain.agents.engine.config import OnlineDataEngineCfg
     from embodichain.envs.registration import list_envs, load_gym_config
 
@@ -123,7 +123,7 @@ def _for_environment(gym_config: dict[str, Any], path: Path | None = None) -> On
 
 
 def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[Args, OnlineDataEngineCfg]:
-    """Return the options of a command that runs simulation, and the settings of the engine, which are flags, too.
+    """Return the options of a command that runs simulation, and the engine settings, which are also flags.
     ``--help`` prints both, with the values of a config if one is given."""
     values = {field.name: 0 if field.type == "bool" else 1 for field in fields(command)}
     words = positional_first([word for word in argv if word not in ("-h", "--help")], values)
@@ -139,10 +139,10 @@ def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[
     if args is not None:
         import_trusted(args.trust, config_folders(args.config))
         loaded = load_stream_config(args.config)
-        if isinstance(loaded.gym_config, list):  # each task has settings of its own
+        if isinstance(loaded.gym_config, list):  # each task has its own settings
             schemas = {("action_config",): (ActionSourceCfg,)}
         cfg = parse_overrides(loaded.replace(trusted_modules=[]), flags, f"{prog} CONFIG", "", schemas)
-        trusted = [*args.trust, *cfg.trusted_modules]  # on the command line; a file alone allows nothing
+        trusted = [*args.trust, *cfg.trusted_modules]  # from the command line: a file alone trusts nothing
         check_trusted(loaded.trusted_modules, trusted, str(args.config))
         return args, cfg.replace(trusted_modules=list(locate_trusted(trusted, config_folders(args.config))))
     given = [word for word in words[:1] if not word.startswith("-")]
@@ -154,7 +154,7 @@ def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[
 
 
 def watch(engine: OnlineDataEngine, args: StreamArgs, console: Console) -> None:
-    """Draw from a stream and show its figures until the duration is over; then show those of the whole run."""
+    """Sample from a stream and show statistics until the duration is over; then show those of the whole run."""
     began = time.monotonic()
 
     def snapshot() -> Snapshot:
@@ -162,12 +162,12 @@ def watch(engine: OnlineDataEngine, args: StreamArgs, console: Console) -> None:
         return Snapshot(time.monotonic() - began, engine.stats(), workers)
 
     history = History(snapshot())
-    with ExitStack() as stack, suppress(KeyboardInterrupt):  # the ordinary way to end a stream without a duration
+    with ExitStack() as stack, suppress(KeyboardInterrupt):  # Ctrl-C is the normal way to end a stream
         screen = Live(view(history, args, console), console=console, transient=True)
         if console.is_terminal:
             stack.enter_context(screen)
         if args.tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
 
             log = stack.enter_context(SummaryWriter(str(args.tensorboard)))
         while args.duration is None or time.monotonic() - began < args.duration:
@@ -183,7 +183,7 @@ def watch(engine: OnlineDataEngine, args: StreamArgs, console: Console) -> None:
 
 
 def _draw(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> None:
-    """Draw batches for some time, at the rate that was asked for."""
+    """Sample batches for some time, at the configured rate."""
     begin, drawn = time.monotonic(), 0
     while (spent := time.monotonic() - begin) < seconds:
         if drawn < spent * args.rate:
@@ -194,20 +194,20 @@ def _draw(engine: OnlineDataEngine, args: StreamArgs, seconds: float) -> None:
 
 
 def view(history: History, args: StreamArgs, screen: Console | None) -> Group:
-    """Return the figures as tables that fit a screen; without one, those of the whole run as tables of any height."""
+    """Return statistics as tables that fit a screen; without one, tables of the whole run of any height."""
     now, rates = history.last, history.rates(whole=screen is None)
     when = "the whole run" if screen is None else f"the last {min(WINDOW_SECONDS, now.seconds):.0f} s"
     title = Text(f"stream, {now.seconds:.0f} s since the first fill (rates: mean of {when})", style="italic")
     above = summary(now.stats, rates)
     if not args.watch:
         return Group(title, above)
-    used = 1 + above.row_count + 1 + 1 + 1 + 1  # title, summary and its head, a blank line, a head, the cursor
+    used = 1 + above.row_count + 1 + 1 + 1 + 1  # title, summary with header, blank line, header, cursor
     max_lines = MAX_LINES if screen is None else max(screen.size.height - used, 1)
     return Group(title, above, Text(), worker_table(now.workers, rates, max_lines))
 
 
 def summary(stats: StreamStats, rates: Rates) -> Table:
-    """Return the figures of a stream."""
+    """Return the statistics of a stream as a table."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("", "total", "per s"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
@@ -226,7 +226,7 @@ def summary(stats: StreamStats, rates: Rates) -> Table:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The figures of a stream some seconds after its beginning."""
+    """The statistics of a stream at a time in seconds after its start."""
 
     seconds: float
     stats: StreamStats
@@ -235,32 +235,32 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Rates:
-    """Means per second, over a number of seconds."""
+    """Mean rates per second over a number of seconds."""
 
     seconds: float
     episodes: float
     frames: float
     samples: float
     of_workers: Mapping[int, tuple[float, float]]
-    """Episodes and simulated steps of each worker, by its index."""
+    """Episodes and simulated steps per second of each worker, by index."""
 
 
 class History:
-    """Snapshots of a stream: the first one, and those of the last ``WINDOW_SECONDS``."""
+    """Snapshots of a stream: the first one, and those within the last ``WINDOW_SECONDS``."""
 
     def __init__(self, first: Snapshot) -> None:
         self._first = self.last = first
         self._recent = deque([first])
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot, and drop those that are too old."""
+        """Add a snapshot, and drop those that are too old."""
         self.last = snapshot
         self._recent.append(snapshot)
         while snapshot.seconds - self._recent[1].seconds >= WINDOW_SECONDS:
             self._recent.popleft()
 
     def rates(self, whole: bool = False) -> Rates:
-        """Return the rates of the last seconds, or those since the beginning."""
+        """Return the rates of the window, or of the whole run."""
         first, last = self._first if whole else self._recent[0], self.last
         seconds = last.seconds - first.seconds
         scale = 1 / seconds if seconds > 0 else 0.0
@@ -280,10 +280,10 @@ class History:
 
 
 def worker_table(workers: Sequence[WorkerStats], rates: Rates, max_lines: int = MAX_LINES) -> Table:
-    """Return a line for each worker, for each node with several of them, and for all.
+    """Return a line for each worker, for each node with several workers, and for all.
 
-    To keep to ``max_lines``, workers are left out first, then nodes, never the line for all.
-    Workers that wait for a node share one line.
+    To fit ``max_lines``, workers are omitted first, then nodes, never the line for all. Workers that wait for a node
+    share one line.
     """
     nodes = by_node(workers)
     waiting = nodes.pop("", [])
@@ -304,7 +304,7 @@ def worker_table(workers: Sequence[WorkerStats], rates: Rates, max_lines: int = 
             others = [worker for _, members in groups[room - 1 :] for worker in members]
             groups[room - 1 :] = [(f"{len(groups) - room + 1} more", others)]
         lines = [(node_line(*group), None) for group in groups[:room]]
-    table = Table(box=None, padding=(0, 1, 0, 0))  # it has to fit into 80 columns
+    table = Table(box=None, padding=(0, 1, 0, 0))  # to fit into 80 columns
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
     for line, style in [*lines, *last][-max_lines:]:
@@ -313,7 +313,7 @@ def worker_table(workers: Sequence[WorkerStats], rates: Rates, max_lines: int = 
 
 
 def by_node(workers: Iterable[WorkerStats]) -> dict[str, list[WorkerStats]]:
-    """Return the workers by the name of their node, those that build their environment last; ``""`` if they wait."""
+    """Return the workers by node name, running ones first; waiting workers are under ``""``."""
     nodes: dict[str, list[WorkerStats]] = defaultdict(list)
     for worker in sorted(workers, key=lambda worker: (worker.state != "running", worker.worker)):
         nodes[worker.node if worker.state != "waiting" else ""].append(worker)
@@ -321,18 +321,18 @@ def by_node(workers: Iterable[WorkerStats]) -> dict[str, list[WorkerStats]]:
 
 
 def mean_age(workers: Sequence[WorkerStats]) -> float:
-    """Return the mean age of the workers' episodes; 0 if there are none in the buffer."""
+    """Return the mean age of the workers' episodes in seconds; 0 if there are none in the buffer."""
     ages = [worker.mean_age_seconds for worker in workers if worker.mean_age_seconds > 0]
     return sum(ages) / len(ages) if ages else 0.0
 
 
-def _line(node: str, who: str, state: str, workers: Sequence[WorkerStats], rates: Rates) -> Line:
-    """Return a line about some workers; without rates and age if all of them wait."""
+def _line(node: str, label: str, state: str, workers: Sequence[WorkerStats], rates: Rates) -> Line:
+    """Return a line about some workers; without rates and age if all of them are waiting."""
     episodes, frames = (sum(rates.of_workers.get(w.worker, (0.0, 0.0))[i] for w in workers) for i in (0, 1))
     at_work = any(worker.state != "waiting" for worker in workers)
     return (
         node if len(node) <= _NAME_LENGTH else f"…{node[1 - _NAME_LENGTH :]}",  # names differ at their ends
-        who,
+        label,
         state,
         f"{sum(worker.episodes_written for worker in workers):,}",
         f"{episodes:,.1f}" if at_work else "",
@@ -349,7 +349,7 @@ def _state(worker: WorkerStats) -> str:
 
 
 def _common_state(workers: Sequence[WorkerStats]) -> str:
-    """Return what several workers are doing, in few words."""
+    """Return a short description of the state of several workers."""
     running = [worker for worker in workers if worker.state == "running"]
     silent = [worker.silent_seconds for worker in running if worker.silent_seconds > _SILENT_SECONDS]
     if silent:
@@ -360,7 +360,7 @@ def _common_state(workers: Sequence[WorkerStats]) -> str:
 
 
 def write_scalars(log: SummaryWriter, snapshot: Snapshot) -> None:
-    """Write TensorBoard scalars ``stream/...`` and ``nodes/NAME/...`` over seconds, with rates since the last ones."""
+    """Write TensorBoard scalars ``stream/...`` and ``nodes/NAME/...`` over seconds, with rates since the last call."""
     scalars = {f"stream/{name}": value for name, value in asdict(snapshot.stats).items() if value is not None}
     for node, members in by_node(snapshot.workers).items():
         figures = {

@@ -1,4 +1,4 @@
-"""What commands print about episodes: their averages as a table, and the files that were written."""
+"""Prints results of episodes: a table of averages, and the paths of written files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_summary(console: Console, title: str, episodes: Sequence[EpisodeResult], seconds: float) -> None:
-    """Print the averages as a small table."""
+    """Print the averages as a table."""
     from embodichain.envs.recording import Summary
 
     summary = Summary.of(episodes)
@@ -33,7 +33,7 @@ def print_summary(console: Console, title: str, episodes: Sequence[EpisodeResult
 
 
 def print_files(console: Console, files: Sequence[Path], problem: str | None) -> None:
-    """Say where the files are, and what would give a video if there is none."""
+    """Print the paths of files, and why there is no video."""
     if problem is not None:
         console.print(f"No video: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         if not files:

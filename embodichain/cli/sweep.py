@@ -1,4 +1,4 @@
-"""``embodichain sweep CONFIG --space 'lr=log(1e-4,1e-2)' --trials 40``: search for better settings with Optuna."""
+"""``embodichain sweep CONFIG --space 'lr=log(1e-4,1e-2)' --trials 40``: tune hyperparameters with Optuna."""
 
 from __future__ import annotations
 
@@ -22,50 +22,54 @@ _LOOKS_LIKE_CONFIG = r"\.(json|ya?ml)$|RL$|-v\d+$"
 
 @dataclass(frozen=True)
 class SweepArgs:
-    """Search for better settings of a training: trials with settings drawn from a space are trained, judged by their
-    evaluations, and stopped early if most others were better. The same command continues a sweep that was interrupted
-    or killed. Any field of the config is a flag as well, as in embodichain train."""
+    """Tune the hyperparameters of a training: each trial trains with settings sampled from a space, is scored by its
+    evaluations, and is stopped early if most others were better. The best trials are confirmed with further seeds and
+    compared with the original config. The same command continues an interrupted sweep. Any field of the config is also
+    a flag, as in embodichain train."""
 
     config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
-    """The config's file, or the name of a task or of any Gymnasium environment."""
+    """Config file, or the name of a task or of any Gymnasium environment."""
     space: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FIELD=VALUES,...")] = ()
-    """What is searched, such as 'lr=log(1e-4,1e-2),ent=[0,0.01],n_epochs={3,5,10}': magnitudes, an interval, a choice.
-    Fields may be given by the last part of their names. The option can be repeated."""
+    """Search space, such as 'lr=log(1e-4,1e-2),ent=[0,0.01],n_epochs={3,5,10}': log-uniform, uniform, categorical.
+    Fields may be abbreviated to the last part of their names. The option can be repeated."""
     trials: int = 20
     """Number of trials."""
-    seeds: str = "0"
-    """Seeds that every trial is trained with, such as 0..4 or 0,1,7; its score is their mean."""
+    seeds: str = "0..2"
+    """Seeds of every trial, such as 0..4 or 0,1,7; its value is their mean."""
     jobs: int = 1
-    """Number of trials that are trained at the same time."""
+    """Number of trials trained in parallel."""
     metric: str = "eval/return"
-    """What trials are judged by: the name of a logged number, such as eval/success."""
-    score: Literal["last", "best", "mean"] = "last"
-    """Which evaluation of a run counts: the last, the best, or the mean of all, which rewards learning early."""
+    """Objective: the name of a logged metric, such as eval/success."""
+    score: Literal["mean", "last", "best"] = "mean"
+    """Which evaluation of a run counts: the mean of all (area under the learning curve), the last, or the best."""
     direction: Literal["maximize", "minimize"] = "maximize"
-    """Whether more is better."""
+    """Whether to maximize or minimize the objective."""
     prune: bool = True
-    """Whether trials are stopped early that are worse than the median of the others at the same evaluation."""
+    """Whether to stop trials early that are worse than the median of the others at the same evaluation."""
+    confirm: int = 5
+    """Number of further seeds with which the best three trials and the original config are trained at the end; the best
+    of them is written out. 0 writes out the best trial."""
     sampler_seed: int = 0
-    """Seed of what is drawn."""
+    """Seed of the sampler."""
     worker: Literal["process", "ray"] = "process"
-    """Where trials are trained: in processes of this machine, or in a Ray cluster."""
+    """Where trials are trained: in local processes, or in a Ray cluster."""
     address: str | None = None
-    """Of a Ray cluster: its address (default: one starts for this sweep alone)."""
+    """Address of a Ray cluster (default: start one for this sweep)."""
     num_cpus: float = 1.0
-    """In a Ray cluster: cores that are set aside for a training."""
+    """Ray: CPU cores reserved for a training."""
     num_gpus: float = 0.0
-    """In a Ray cluster: GPUs, or the part of one, that are set aside for a training."""
+    """Ray: GPUs, or a fraction of one, reserved for a training."""
     trust: Trust = ()
 
 
 def main(argv: Sequence[str]) -> Callable[[], int]:
-    """Return the sweep, ready to be called; the first line is printed before what takes seconds to import."""
+    """Return a function that runs the sweep; the first output is printed before the slow imports."""
     switches = dict.fromkeys(("prune", "no_prune", "help", "h"), 0)
     words = positional_first(argv, switches, _LOOKS_LIKE_CONFIG)
     args, overrides = parse_known_options(SweepArgs, words, "embodichain sweep")
     require("optuna", extra="sweep")
     if args.config.suffix in (".json", ".yaml", ".yml"):
-        load_config(find_shipped(args.config))  # what is no config is told at once
+        load_config(find_shipped(args.config))  # report an invalid file before the slow imports
     if not args.space:
         raise ConfigError("--space: expected what is searched, such as --space 'lr=log(1e-4,1e-2)'", "command line")
     if "torch" not in sys.modules:
@@ -76,7 +80,7 @@ def main(argv: Sequence[str]) -> Callable[[], int]:
 
     request = GroupRequest.of(args.config, overrides, args.trust, args.seeds, args.jobs)
     settings = SweepSettings(
-        args.space, args.trials, args.metric, args.score, args.direction, args.prune, args.sampler_seed
+        args.space, args.trials, args.metric, args.score, args.direction, args.prune, args.sampler_seed, args.confirm
     )
     cluster = PlacementCfg(num_cpus=args.num_cpus, num_gpus=args.num_gpus) if args.worker == "ray" else None
     return partial(sweep, request, settings, cluster, args.address)

@@ -12,10 +12,10 @@ from embodichain.extras import require
 
 
 def main(argv: Sequence[str]) -> Callable[[], int]:
-    """Return the training, ready to be called; the first line is printed before what takes seconds to import."""
+    """Return a function that runs the training; the first output is printed before the slow imports."""
     args = parse_args(argv)
     if args.config is not None and args.config.suffix in (".json", ".yaml", ".yml"):
-        load_config(find_shipped(args.config))  # what is no config is told at once
+        load_config(find_shipped(args.config))  # report an invalid file before the slow imports
     wants_help = {"-h", "--help"} & set(args.overrides)
     is_shown = os.environ.get("RANK", "0") == "0" and not wants_help
     if args.viewer:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> Callable[[], int]:
     if is_shown and "torch" not in sys.modules:
         print(f"{args.resume or args.config}: loading torch and MuJoCo ...", file=sys.stderr, flush=True)
     if args.seeds is not None and is_shown:
-        group = importlib.import_module("embodichain.agents.rl.sweeps.group")  # one training needs nothing of it
+        group = importlib.import_module("embodichain.agents.rl.sweeps.group")  # not needed for a single run
         jobs = 1 if args.jobs is None else args.jobs
         return partial(
             group.train_seeds, group.GroupRequest.of(args.config, args.overrides, args.trust, args.seeds, jobs)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> Callable[[], int]:
 
 
 def _with_viewer(title: str, training: Callable[[], int]) -> int:
-    """Train with a viewer beside it; of several processes, the first one's environments are shown."""
+    """Train with a viewer in another process; with several ranks, it shows the environments of the first."""
     from embodichain.viewer.launch import viewer_beside
 
     with viewer_beside(title) as address:

@@ -1,4 +1,4 @@
-"""Configuration: typed classes, files and command-line overrides, with errors that name the key."""
+"""Configuration: typed classes, config files and command-line overrides, with errors that name the key."""
 
 from dataclasses import field
 

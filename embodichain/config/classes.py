@@ -1,4 +1,4 @@
-"""``configclass``: a dataclass whose values pydantic checks strictly, with one ``ConfigError`` for all problems.
+"""``configclass``: a dataclass that pydantic validates strictly, with one ``ConfigError`` for all problems.
 
 ::
 
@@ -7,19 +7,20 @@
         lr: Annotated[float, Field(gt=0)] = 3e-4
         '''Step size.'''
 
-What the decorator adds to a pydantic dataclass:
+Differences from a pydantic dataclass:
 
-* numbers, booleans and strings are not converted (``"3"`` and ``True`` are no ints); lists become tuples, mappings
-  nested configs, strings paths and enums, as files need it;
-* NaN and infinity are refused (``Annotated[float, AllowInfNan(True)]`` lets them in), and so are unknown names;
-* a default may be a plain list, dict or config: every instance gets its own copy;
-* ``MISSING`` is a legal value of any field until ``validate`` lists the fields that still hold it.
+* Numbers, booleans and strings are not converted: ``"3"`` and ``True`` are not ints. Values from files are: lists to
+  tuples, mappings to nested configs, strings to paths and enums.
+* NaN, infinity (unless ``Annotated[float, AllowInfNan(True)]``) and unknown names are rejected.
+* A default may be a plain list, dict or config: every instance gets its own copy.
+* ``MISSING`` is a valid value of any field; ``validate`` lists the fields that still hold it.
 
-Inherit from ``Config`` where a type checker should see the methods; at run time the decorator adds them anyway.
+Inherit from ``Config`` so that type checkers see its methods; at run time the decorator adds them anyway.
 """
 
 import copy as copying
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
@@ -53,13 +54,13 @@ from embodichain.errors import ConfigError, nearest
 
 Count = Annotated[int, pydantic.Field(ge=1, le=2**53)]
 Size = Annotated[int, pydantic.Field(ge=1, le=16_384)]
-"""Width of a layer, and other numbers whose squares have to fit into memory."""
+"""Width of a layer; bounded, as memory grows with its square."""
 Layers = Annotated[int, pydantic.Field(ge=1, le=256)]
 Threads = Annotated[int, pydantic.Field(ge=1, le=1024)]
 Number = Annotated[float, pydantic.Field(ge=-1e30, le=1e30)]
 Positive = Annotated[float, pydantic.Field(gt=0.0, le=1e30)]
 NotNegative = Annotated[float, pydantic.Field(ge=0.0, le=1e30)]
-"""These are numbers that float32 can hold, in which tensors compute."""
+"""The bounds of ``Number``, ``Positive`` and ``NotNegative`` keep values within float32."""
 Fraction = Annotated[float, pydantic.Field(ge=0.0, le=1.0)]
 
 _CALLED_ELSEWHERE = {
@@ -77,7 +78,15 @@ _CALLED_ELSEWHERE = {
     "value_learning_rate": ("critic_lr", "value_lr", "lr_critic", "critic_learning_rate"),
     "lr_warmup": ("warmup_steps", "lr_warmup_steps", "num_warmup_steps"),
     "buffer_size": ("n_steps", "num_steps", "rollout_length", "num_steps_per_env", "horizon", "unroll_length"),
-    "total_steps": ("total_timesteps", "timesteps", "num_timesteps", "max_steps", "total_frames"),
+    "total_steps": (
+        "total_timesteps",
+        "timesteps",
+        "num_timesteps",
+        "max_steps",
+        "total_frames",
+        "iterations",
+        "updates",
+    ),
     "iterations": ("num_iterations", "max_iterations", "num_updates"),
     "num_envs": ("n_envs", "envs", "num_workers"),
     "num_eval_episodes": ("n_eval_episodes", "eval_episodes"),
@@ -93,7 +102,7 @@ _CALLED_ELSEWHERE = {
     "normalize_reward": ("norm_reward",),
     "critic_obs": ("privileged", "privileged_obs"),
 }
-"""What other libraries call a setting, for those who look for it by that name."""
+"""Names of our settings in other libraries, used to suggest ours."""
 
 _T = TypeVar("_T")
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True, validate_assignment=True)
@@ -102,7 +111,7 @@ _SHAREABLE_DEFAULTS = (bool, int, float, complex, str, bytes, type(None), datacl
 
 
 class _Missing:
-    """The type of ``MISSING``, which stays the one object through copies and pickles."""
+    """The type of ``MISSING``, a singleton that survives copying and pickling."""
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -115,7 +124,7 @@ class _Missing:
 
 
 MISSING: Final[Any] = _Missing()
-"""The value of a field that is yet to be filled in."""
+"""Value of a field that has not been set yet."""
 
 
 class Config:
@@ -126,7 +135,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str | None = None) -> Self:
-        """Build a checked config from nested mappings; ``source`` (a file name, say) opens the error message."""
+        """Build and validate a config from nested mappings; error messages begin with ``source`` (e.g. a file name)."""
         if not is_config_class(cls):
             raise TypeError(f"{cls.__name__} is no configclass: decorate it with @configclass")
         name = cls.__name__ if source is None else source
@@ -136,25 +145,25 @@ class Config:
             return pydantic.TypeAdapter(cls).validate_python(dict(data))
 
     def copy(self, **changes: Any) -> Self:
-        """Return an independent, checked copy with some fields changed."""
+        """Return a validated deep copy with some fields changed."""
         values = {f.name: copying.deepcopy(getattr(self, f.name)) for f in _fields(self) if f.init}
         return type(self)(**(values | changes))
 
     replace = copy
 
     def to_dict(self) -> dict[str, Any]:
-        """Return nested dicts and lists that JSON can hold; ``MISSING`` fields are left out."""
+        """Return nested dicts and lists of JSON values, without ``MISSING`` fields."""
         return cast(dict[str, Any], to_data({f.name: getattr(self, f.name) for f in _fields(self)}))
 
     def validate(self, prefix: str = "") -> list[str]:
-        """Return the dotted names of all fields, nested ones included, that are still ``MISSING``."""
+        """Return the dotted names of all fields, including nested ones, that are still ``MISSING``."""
         return missing_fields(self, prefix)
 
 
 @dataclass(frozen=True)
 class Shorthand:
-    """``Annotated[AsyncCfg, Shorthand("worker")]``: ``ray``, as value or flag, means ``{"worker": "ray"}``.
-    Numbers may stand for a field, too."""
+    """``Annotated[AsyncCfg, Shorthand("worker")]`` accepts a string or number in place of the nested config:
+    ``ray`` means ``{"worker": "ray"}``, in files and on the command line."""
 
     field: str
 
@@ -171,36 +180,36 @@ def configclass(cls: type[_T], /) -> type[_T]: ...
 def configclass(*, frozen: bool = False) -> Callable[[type[_T]], type[_T]]: ...
 @dataclass_transform(field_specifiers=(dataclasses.field, pydantic.Field))
 def configclass(cls: type[Any] | None = None, /, *, frozen: bool = False) -> Any:
-    """Make a class a config; see the module's docstring. Usable bare or as ``@configclass(frozen=True)``."""
+    """Turn a class into a config; see the module docstring. Use it bare or as ``@configclass(frozen=True)``."""
     return functools.partial(_make, frozen=frozen) if cls is None else _make(cls, frozen=frozen)
 
 
 def is_config_class(cls: object) -> bool:
-    """Tell whether a class is a configclass, or another pydantic dataclass."""
+    """Return whether a class is a configclass or another pydantic dataclass."""
     return isinstance(cls, type) and is_pydantic_dataclass(cls)
 
 
 def is_config(value: object) -> bool:
-    """Tell whether a value is an instance of a configclass."""
+    """Return whether a value is an instance of a configclass."""
     return is_config_class(type(value))
 
 
 def missing_fields(cfg: object, prefix: str = "") -> list[str]:
-    """Return the dotted names of all ``MISSING`` entries of a config; ``TypeError`` for anything else."""
+    """Return the dotted names of all ``MISSING`` entries of a config; ``TypeError`` if it is not a config."""
     _fields(cfg)
     return _missing(cfg, prefix)
 
 
 @runtime_checkable
 class WritesItself(Protocol):
-    """A value of a config that says by itself what a file has for it."""
+    """A config value that defines its own representation in files."""
 
     def to_data(self) -> Any:
-        """Return what the value can be read from."""
+        """Return data from which the value can be rebuilt."""
 
 
 def to_data(value: Any, path: str = "") -> Any:
-    """Turn configs, containers, paths and enums into what JSON can hold."""
+    """Convert configs, containers, paths and enums to JSON values; ``path`` is used in errors."""
     if isinstance(value, WritesItself):
         value = value.to_data()
     if is_config(value):
@@ -240,17 +249,17 @@ def _join(path: str, key: object) -> str:
 
 
 def _make(cls: type[Any], *, frozen: bool) -> type[Any]:
-    """Apply the pydantic decorator with our settings, and make its errors ours."""
+    """Apply pydantic's dataclass decorator with our settings, and convert its errors to ``ConfigError``."""
     for name in inspect.get_annotations(cls):
         default = cls.__dict__.get(name)
-        if not isinstance(default, (*_SHAREABLE_DEFAULTS, pydantic.fields.FieldInfo)):  # no two instances share it
+        if not isinstance(default, (*_SHAREABLE_DEFAULTS, pydantic.fields.FieldInfo)):  # copy mutable defaults
             setattr(cls, name, dataclasses.field(default_factory=functools.partial(copying.deepcopy, default)))
     if not issubclass(cls, Config):
         for name, method in vars(Config).items():
             if not name.startswith("_") and name not in cls.__dict__:
                 setattr(cls, name, method)
     if "__get_pydantic_core_schema__" not in cls.__dict__:
-        setattr(cls, "__get_pydantic_core_schema__", classmethod(_core_schema))  # noqa: B010 - mypy knows no such name
+        setattr(cls, "__get_pydantic_core_schema__", classmethod(_core_schema))  # noqa: B010 - unknown to mypy
     made: Any = pydantic.dataclasses.dataclass(cls, config=_SETTINGS, frozen=frozen)
     made.__init__, made.__setattr__ = _with_config_errors(made.__init__), _with_config_errors(made.__setattr__)
     return cast(type[Any], made)
@@ -267,7 +276,7 @@ def _with_config_errors(method: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _config_errors(cls: type[Any], source: str) -> Iterator[None]:
-    """Turn what pydantic finds wrong into one ``ConfigError``."""
+    """Convert a pydantic ``ValidationError`` to a ``ConfigError``."""
     try:
         yield
     except pydantic.ValidationError as error:
@@ -275,7 +284,7 @@ def _config_errors(cls: type[Any], source: str) -> Iterator[None]:
 
 
 def _core_schema(cls: type[Any], source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-    """Let each field hold ``MISSING``, and keep scalars as they are while containers still convert."""
+    """Allow ``MISSING`` in every field, and validate scalars strictly while containers are still converted."""
     schema = handler(source)
     body: Any = handler.resolve_ref_schema(schema)
     while body["type"] != "dataclass-args":
@@ -302,7 +311,7 @@ def _make_scalars_strict(schema: Any) -> None:
 
 
 def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
-    """Return one line per problem: the dotted path, what was expected, what came, and the nearest valid name."""
+    """Return one line per problem: the dotted path, the expected and the given value, and the nearest valid name."""
     expected: dict[str, list[str]] = {}
     got: dict[str, str] = {}
     listed: set[str] = set()
@@ -313,12 +322,12 @@ def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
             for problem in cause.problems:
                 expected.setdefault(f"{path}.{problem}" if path else problem, [])
             continue
-        wanted, came = _explain(entry, owner)
-        if entry["type"] in _UNKNOWN:  # the valid names stand in the first line about the same block
+        wanted, given = _explain(entry, owner)
+        if entry["type"] in _UNKNOWN:  # list the valid names once per block
             block = path.rpartition(".")[0]
-            came = came.split(" Valid:")[0] if block in listed else came
+            given = given.split(" Valid:")[0] if block in listed else given
             listed.add(block)
-        got[path or cls.__name__] = came
+        got[path or cls.__name__] = given
         others = expected.setdefault(path or cls.__name__, [])
         if wanted not in others:
             others.append(wanted.removeprefix("expected ") if others else wanted)
@@ -326,46 +335,49 @@ def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
 
 
 def _explain(entry: Any, owner: Any) -> tuple[str, str]:
-    """Return what was expected, and what came with the nearest valid name."""
+    """Return the description of the expected value, and that of the given one with the nearest valid name."""
     kind, value = entry["type"], entry["input"]
-    came = f", got {shorten(value)} ({type(value).__name__})"
+    given = f", got {shorten(value)} ({type(value).__name__})"
     if kind in _UNKNOWN:
         name = str(entry["loc"][-1])
         if not is_config_class(owner):
-            return f"unknown key{came}", ""
+            return f"unknown key{given}", ""
         fields = owner.__pydantic_fields__
-        return f"unknown key{came}", f".{nearest(name, fields, first=usual_names(name, fields))}"
+        return f"unknown key{given}", f".{nearest(name, fields, first=usual_names(name, fields))}"
     if kind == "missing":
         return "expected a value, got none", ""
     if kind in ("dataclass_type", "dataclass_exact_type"):
-        return f"expected a mapping of {entry['ctx']['class_name']} fields", came
+        return f"expected a mapping of {entry['ctx']['class_name']} fields", given
     if kind in ("literal_error", "enum"):
         wanted = entry["ctx"]["expected"]
         options = [part.strip().strip("'") for part in wanted.replace(" or ", ", ").split(",")]
         hint = "." + nearest(value, options) if isinstance(value, str) else ""
-        return f"expected {wanted}", came + hint
+        return f"expected {wanted}", given + hint
     if kind in ("value_error", "assertion_error"):
-        told = str(entry["ctx"]["error"])
-        return told, "" if ", got " in told else came
+        text = str(entry["ctx"]["error"])
+        return text, "" if ", got " in text else given
     message = entry["msg"].replace("Input should be", "expected").replace("a valid dictionary", "a mapping")
     message = re.sub(r"\ba valid (\w)", lambda found: f"a{'n' * (found[1] in 'aeiou')} {found[1]}", message)
-    return message[0].lower() + message[1:], came
+    return message[0].lower() + message[1:], given
 
 
-def usual_names(name: str, options: Container[str]) -> list[str]:
-    """Return what a setting is called here, of the options, that other libraries call ``name``."""
-    return [own for own, others in _CALLED_ELSEWHERE.items() if name.lower() in others and own in options]
+def usual_names(name: str, options: Container[str], is_near: bool = False) -> list[str]:
+    """Return those of ``options`` that other libraries call ``name``, or similarly (``is_near``)."""
+    known = {other: own for own, others in _CALLED_ELSEWHERE.items() for other in others if own in options}
+    near = difflib.get_close_matches(name.lower(), known, 1) if is_near else []
+    return [known[other] for other in near or [name.lower()] if other in known]
 
 
 def shorten(value: object) -> str:
-    """Return a ``repr`` that fits a line."""
+    """Return a ``repr`` short enough for one line."""
     short = reprlib.Repr()
     short.maxlevel, short.maxdict, short.maxstring, short.maxother = 2, 3, 60, 60
     return short.repr(value)
 
 
 def _locate(cls: Any, location: Sequence[int | str]) -> tuple[str, Any]:
-    """Return the dotted path of pydantic's location, less union alternatives and ``[key]``, and its last key's type."""
+    """Return the dotted path of a pydantic location, without union alternatives and ``[key]``, and the type that owns
+    the last key."""
     path: list[str] = []
     owner = here = cls
     for key in location:
@@ -379,7 +391,7 @@ def _locate(cls: Any, location: Sequence[int | str]) -> tuple[str, Any]:
 
 
 def strip(annotation: Any) -> Any:
-    """Return a type without ``Annotated`` and ``None``; what remains of a union is a tuple of its alternatives."""
+    """Return a type without ``Annotated`` and ``None``; a union becomes a tuple of its other alternatives."""
     while typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -389,7 +401,7 @@ def strip(annotation: Any) -> Any:
 
 
 def entry_type(holder: Any, key: object) -> Any:
-    """Return the declared type of one entry of a config, mapping or sequence; ``Any`` where none is declared."""
+    """Return the declared type of an entry of a config, mapping or sequence; ``Any`` if none is declared."""
     if is_config_class(holder):
         declared = holder.__pydantic_fields__.get(key)
         return Any if declared is None else declared.annotation

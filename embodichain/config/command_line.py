@@ -1,9 +1,9 @@
 """Command-line overrides: every field of a config, at any depth, is a flag such as ``--trainer.num_envs 128``.
 
-Entries of mappings and lists have flags too (``--weights.reach 2``, ``--layers.0.width 64``), and so have the fields of
-an optional config that is ``None``, and those of a mapping that another class checks later. Tyro parses plain types and
-lists of them (``--hidden 64 64``); anything else is YAML (``--events '{push: {force: 3}}'``). A flag that holds a
-mapping adds to it: ``--weights reach 2 lift 1``.
+Entries of mappings and lists are flags too (``--weights.reach 2``, ``--layers.0.width 64``), and so are the fields of
+an optional config that is ``None``, and of a mapping that another class validates later. Tyro parses plain types and
+lists of them (``--hidden 64 64``); anything else is YAML (``--events '{push: {force: 3}}'``). The flag of a mapping
+adds entries to it: ``--weights reach 2 lift 1``.
 """
 
 import contextlib
@@ -45,33 +45,33 @@ _VALUE = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|true|false|null", re.IGNORECAS
 _WRONG_VALUE = re.compile(r"Error parsing (\S+): .*?\b(INT|FLOAT|int|float)\b.*?('[^']*')")
 _KINDS = {"INT": "an integer", "int": "an integer", "FLOAT": "a number", "float": "a number"}
 _FAR = 10**6
-"""Bounds beyond this are those of memory and of number formats."""
+"""Larger bounds only reflect memory or number formats and are not shown."""
 _Path = tuple[str | int, ...]
 
 
 Schemas = Mapping[_Path, Sequence[type[Any]]]
-"""Classes of which an entry is a mapping of fields, by its path: they are checked later, but their fields are flags."""
+"""By path of a mapping: the config classes that validate it later, whose fields are flags."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One entry of the config that the command line may set."""
+    """One entry of the config that the command line can set."""
 
     path: _Path
     annotation: Any
     value: Any
     owner: type[Any] | None
-    """The config that has it as a field; entries of mappings and lists have none."""
+    """The config class of the field; None for entries of mappings and lists."""
     stands_for: str | None = None
-    """The field that it sets of the config at the path; see ``Shorthand``."""
+    """The field that the flag sets in the config at ``path``; see ``Shorthand``."""
     default: Any = MISSING
-    """Its value where nothing is given."""
+    """Default value."""
     limits: str = ""
-    """The range of its value, in words."""
+    """Valid range, in words."""
     is_closed: bool = False
-    """Whether it is a mapping with fields that are known."""
+    """Whether it is a mapping with a fixed set of fields."""
     has_terms: bool = False
-    """Whether ``{"func": ...}`` under a name that it does not know is one of its ``terms``."""
+    """Whether ``{"func": ...}`` under an unknown name becomes one of its ``terms``."""
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class Flag:
 
     @property
     def hint(self) -> str:
-        """Its range, present value and default, as ``--help`` shows them."""
+        """Range, current value and default, as shown by ``--help``."""
         parts = [] if self.default is MISSING else [f"default: {shorten(to_plain(self.default))}"]
         if self.value is MISSING:
             parts = parts or ["unset"]
@@ -93,7 +93,7 @@ class Flag:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as a file would hold it, to be shown and compared; anything else as it is."""
+    """Return a value as it is stored in files, or unchanged if it cannot be."""
     try:
         return to_data(value)
     except ConfigError:
@@ -101,22 +101,21 @@ def to_plain(value: Any) -> Any:
 
 
 def flags_of(value: Any, declared: Any, path: _Path = (), schemas: Schemas = MappingProxyType({})) -> Iterator[Flag]:
-    """Yield the entries of a value and of all below it."""
+    """Yield the flags of a value and of all nested entries."""
     return _flags(Flag(path, declared, value, None), schemas, ())
 
 
 def _flags(flag: Flag, schemas: Schemas, above: tuple[type[Any], ...]) -> Iterator[Flag]:
-    """Yield a flag and those of all entries below it; ``above`` holds the configs around it."""
+    """Yield a flag and those of all nested entries; ``above`` lists the enclosing config classes."""
     value, path, plain = flag.value, flag.path, strip(flag.annotation)
-    cls = type(value) if is_config(value) else plain
+    cls = type(value) if is_config(value) else _alternative(plain, value)
     classes = schemas.get(path, ())
     if is_config_class(cls) and not classes:
         is_entry = any(path[:count] in schemas for count in range(len(path)))
         if path and (plain is not flag.annotation or is_entry):
             has_terms = is_entry and "terms" in cls.__pydantic_fields__
-            yield dataclasses.replace(
-                flag, annotation=Any, has_terms=has_terms
-            )  # an optional config can be set to null, a mapping to any
+            # Any: an optional config can be set to null, a mapping to any value.
+            yield dataclasses.replace(flag, annotation=Any, has_terms=has_terms)
         if is_config(value) or isinstance(value, Mapping) or cls not in above:
             yield from _fields(cls, value, path, schemas, above)
         return
@@ -133,7 +132,7 @@ def _flags(flag: Flag, schemas: Schemas, above: tuple[type[Any], ...]) -> Iterat
 
 
 def _fields(cls: Any, value: Any, path: _Path, schemas: Schemas, above: tuple[type[Any], ...]) -> Iterator[Flag]:
-    """Yield the flags of a config's fields, and of all below them; ``value`` is the config, or a mapping of them."""
+    """Yield the flags of a config's fields and of all nested entries; ``value`` is a config or a mapping."""
     for name, field in cls.__pydantic_fields__.items():
         default = field.get_default(call_default_factory=True, validated_data={})
         default = MISSING if default is PydanticUndefined else default
@@ -148,8 +147,21 @@ def _fields(cls: Any, value: Any, path: _Path, schemas: Schemas, above: tuple[ty
         yield from _flags(flag, schemas, (*above, cls))
 
 
+def _alternative(plain: Any, value: Any) -> Any:
+    """Return, of a union of config classes, the one whose fixed fields, such as ``kind``, a mapping has."""
+    if not isinstance(plain, tuple) or not isinstance(value, Mapping):
+        return plain
+    for option in filter(is_config_class, plain):
+        kinds = {name: field.annotation for name, field in option.__pydantic_fields__.items()}
+        fixed = {name: typing.get_args(kind) for name, kind in kinds.items() if typing.get_origin(kind) is Literal}
+        tags = {name: choices[0] for name, choices in fixed.items() if len(choices) == 1}
+        if tags and all(value.get(name) == tag for name, tag in tags.items()):
+            return option
+    return plain
+
+
 def limits_of(field: FieldInfo) -> str:
-    """Return the range of a field's numbers in words, such as ``at least 1``; bounds far away are left out."""
+    """Return the range of a number field in words, such as ``at least 1``; very large bounds are omitted."""
     low, high = "", ""
     for mark in _marks(field.annotation, field.metadata):
         low = f"at least {mark.ge:g}" if isinstance(mark, Ge) and _is_near(mark.ge) else low
@@ -166,7 +178,7 @@ def _is_near(bound: Any) -> bool:
 
 
 def _marks(annotation: Any, metadata: Sequence[Any]) -> Iterator[Any]:
-    """Yield what ``Annotated`` says of a type, of the alternatives of a union and of the entries of a list."""
+    """Yield the ``Annotated`` metadata of a type, of the alternatives of a union and of the entries of a list."""
     for mark in metadata:
         yield from mark.metadata if isinstance(mark, FieldInfo) else (mark,)
     if typing.get_origin(annotation) is typing.Annotated:
@@ -189,9 +201,9 @@ def parse_overrides(
     description: str = "",
     schemas: Schemas = MappingProxyType({}),
 ) -> _T:
-    """Return a checked copy of ``cfg`` with the flags of ``argv`` applied; ``--help`` lists them all and exits.
+    """Return a validated copy of ``cfg`` with the flags of ``argv`` applied; ``--help`` lists all flags and exits.
 
-    ``schemas`` names the classes of mappings that are checked later, whose fields are flags as well.
+    ``schemas`` has the classes of mappings that are validated later, whose fields are flags as well.
     """
     if not is_config(cfg):
         raise TypeError(f"expected a configclass object, got {type(cfg).__name__}")
@@ -199,8 +211,12 @@ def parse_overrides(
     for name, text in _given(argv):
         flags |= _new_entry(name, text, flags)
         known = flags.get(name) or flags.get(name.replace("-", "_"))
-        if known is not None and _holds_entries(known.annotation) and isinstance(_mapping(text), Mapping):
-            flags[known.name] = dataclasses.replace(known, annotation=Any)  # entries by name, which are no words
+        if known is None or not _holds_entries(known.annotation):
+            continue
+        # A mapping is given as YAML, or as words in turn: key value key value.
+        is_key = typing.get_origin(strip(known.annotation)) is not dict or isinstance(_yaml(text), str)
+        if not is_key or _mapping(text) is not None:
+            flags[known.name] = dataclasses.replace(known, annotation=Any)  # parse the value as YAML
     tree: dict[Any, Any] = {}
     for name, value in _parse(flags, argv, prog, description).items():
         _plant(tree, flags[name], value)
@@ -212,8 +228,8 @@ def parse_overrides(
 
 
 def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, description: str) -> dict[str, Any]:
-    """Let tyro read the flags; what it does not know or cannot read becomes a ``ConfigError``."""
-    import tyro  # only commands that take overrides pay for it
+    """Parse the flags with tyro; unknown flags and invalid values raise ``ConfigError``."""
+    import tyro  # slow to import, so only commands with overrides do
 
     needs_help = {"-h", "--help"} & set(argv)
     docs = {owner: field_docs(owner) for owner in {flag.owner for flag in flags.values() if needs_help}}
@@ -221,10 +237,10 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
     types: dict[str, Any] = {}
     for name, flag in flags.items():
         if not needs_help and name.replace("-", "_") not in named:
-            continue  # each one costs time
-        doc = docs.get(flag.owner, {}).get(str(flag.path[-1]), "").replace("``", "")
+            continue  # tyro takes time for each one
+        doc = _doc(flag, flags, docs).replace("``", "")
         types[name] = Annotated[_cli_type(flag.annotation), tyro.conf.arg(help=doc, help_behavior_hint=flag.hint)]
-    schema = TypedDict("Overrides", types, total=False)  # type: ignore[misc] # the names are only known here
+    schema = TypedDict("Overrides", types, total=False)  # type: ignore[misc] # built at run time
     settings: Any = {"prog": prog, "description": description, "return_unknown_args": True, "use_underscores": True}
     output = io.StringIO()
     try:
@@ -241,8 +257,19 @@ def _parse(flags: Mapping[str, Flag], argv: Sequence[str], prog: str | None, des
     return {name: None if value == "null" and name in optional else value for name, value in values.items()}
 
 
+def _doc(flag: Flag, flags: Mapping[str, Flag], docs: Mapping[type[Any] | None, Mapping[str, str]]) -> str:
+    """Return what a flag means: the line under the field, and for an entry that of the field that holds it."""
+    if flag.owner is not None:
+        return docs.get(flag.owner, {}).get(str(flag.path[-1]), "")
+    for count in range(len(flag.path) - 1, 0, -1):
+        holder = flags.get(".".join(map(str, flag.path[:count])))
+        if holder is not None and holder.owner is not None:
+            return f"Entry of {holder.path[-1]}: {_doc(holder, flags, docs)}"
+    return ""
+
+
 def _spread(argv: Sequence[str], flags: Mapping[str, Flag]) -> list[str]:
-    """Write lists out that are given as YAML, ``--hidden '[64, 64]'``, where tyro expects their entries."""
+    """Expand lists given as YAML, such as ``--hidden '[64, 64]'``, to the separate words that tyro expects."""
     words: list[str] = []
     for word in argv:
         flag, joint, rest = word.partition("=")
@@ -259,9 +286,9 @@ def _spread(argv: Sequence[str], flags: Mapping[str, Flag]) -> list[str]:
 
 
 def find_flag(name: str, flags: Iterable[Flag]) -> Flag:
-    """Return the flag that a name means: its own, the last part of it, what other libraries call it, or its beginning.
+    """Return the flag for a name: its full name, its last part, its name in other libraries, or a prefix.
 
-    Of several, it is the one nearest to the top. ``ConfigError`` if there is none, or no telling which.
+    Of several matches, the least nested one is returned. ``ConfigError`` if there is no match or no unique one.
     """
     known = {flag.name: flag for flag in flags if flag.name}
     if name in known:
@@ -269,19 +296,19 @@ def find_flag(name: str, flags: Iterable[Flag]) -> Flag:
     last: dict[str, list[Flag]] = {}
     for flag in known.values():
         last.setdefault(str(flag.path[-1]), []).append(flag)
-    begun = sorted((own for own in last if own.startswith(name)), key=len)
-    for names in ((name, *usual_names(name, last)), begun[:1]):
-        meant = sorted((flag for own in names for flag in last.get(own, [])), key=lambda flag: len(flag.path))
-        if len(meant) > 1 and len(meant[0].path) == len(meant[1].path):
-            both = " or ".join(flag.name for flag in meant[:3])
+    prefixed = sorted((own for own in last if own.startswith(name)), key=len)
+    for names in ((name, *usual_names(name, last)), prefixed[:1]):
+        matches = sorted((flag for own in names for flag in last.get(own, [])), key=lambda flag: len(flag.path))
+        if len(matches) > 1 and len(matches[0].path) == len(matches[1].path):
+            both = " or ".join(flag.name for flag in matches[:3])
             raise ConfigError(f"{name}: expected a name that means one field, got one for {both}", "command line")
-        if meant:
-            return meant[0]
+        if matches:
+            return matches[0]
     raise ConfigError(_unknown(f"--{name}", known).replace("unknown flag", "unknown field"), "command line")
 
 
 def _given(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the names of all flags with the word that is, or begins, their value."""
+    """Yield the name of each flag with the first word of its value."""
     for word, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         if found := _FLAG.match(word):
             _, joint, rest = word.partition("=")
@@ -289,24 +316,27 @@ def _given(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _mapping(text: str) -> Mapping[str, Any] | None:
-    """Return a mapping that is given as YAML or JSON in braces; ``None`` for anything else."""
-    if text.lstrip().startswith("{"):
-        with contextlib.suppress(ValueError):
-            value = parse_yaml(text)
-            return value if isinstance(value, Mapping) else None
-    return None
+    """Parse a YAML or JSON mapping in braces; None for anything else."""
+    value = _yaml(text) if text.lstrip().startswith("{") else None
+    return value if isinstance(value, Mapping) else None
+
+
+def _yaml(text: str) -> Any:
+    """Parse YAML; return the text if it is invalid."""
+    with contextlib.suppress(ValueError):
+        return parse_yaml(text)
+    return text
 
 
 def _holds_entries(annotation: Any) -> bool:
-    """Tell whether a type, or one alternative of it, is that of lists, tuples or mappings."""
+    """Return whether a type, or one alternative of a union, is a list, tuple or mapping."""
     plain = strip(annotation)
     options: tuple[Any, ...] = plain if isinstance(plain, tuple) else (plain,)
     return any(typing.get_origin(option) in (list, tuple, dict) for option in options)
 
 
 def _new_entry(name: str, text: str, flags: Mapping[str, Flag]) -> dict[str, Flag]:
-    """Return a flag for an entry that a mapping of any names does not have yet, if the name is one; ``text`` is its
-    value."""
+    """Return a flag for a new entry of a mapping with arbitrary keys, if ``name`` is one; ``text`` is its value."""
     parts = name.split(".")
     for count in range(len(parts) - 1 if name not in flags else 0, 0, -1):
         holder = flags.get(".".join(parts[:count])) or flags.get(".".join(parts[:count]).replace("-", "_"))
@@ -323,10 +353,10 @@ def _new_entry(name: str, text: str, flags: Mapping[str, Flag]) -> dict[str, Fla
 
 
 def positional_first(argv: Sequence[str], values: Mapping[str, int], looks: str = "") -> list[str]:
-    """Put the one positional argument before the flags, which may be those of a config besides the command's own.
+    """Move the one positional argument before the flags, which are the command's own or those of a config.
 
-    ``values`` says how many words a flag of the command takes; one of a config takes any number, but at least one.
-    Of several words that may be the argument, it is one that ``looks``, a regular expression, finds; else the last one.
+    ``values`` is the number of words that each flag of the command takes; a flag of a config takes one or more. Of
+    several candidates, the last one that matches the regular expression ``looks`` is chosen, or else the last one.
     """
     words = list(argv)
     flags = [index for index, word in enumerate(words) if _WORD.match(word)]
@@ -339,13 +369,13 @@ def positional_first(argv: Sequence[str], values: Mapping[str, int], looks: str 
         candidates += [index for index in others if not _VALUE.fullmatch(words[index])]
     if not candidates:
         return words
-    alike = [index for index in candidates if looks and re.search(looks, words[index])]
-    index = (alike or candidates)[-1]
+    matching = [index for index in candidates if looks and re.search(looks, words[index])]
+    index = (matching or candidates)[-1]
     return [words[index], *words[:index], *words[index + 1 :]]
 
 
 def field_docs(owner: type[Any] | None) -> dict[str, str]:
-    """Return the lines under the fields of a config, read from the source of its class."""
+    """Return the docstrings below the fields of a config, read from the source of its class."""
     import docstring_parser
 
     bases = owner.__mro__[-2::-1] if owner is not None else ()
@@ -354,13 +384,24 @@ def field_docs(owner: type[Any] | None) -> dict[str, str]:
 
 
 def plain_text(boxed: str) -> str:
-    """Return the first paragraph of the box in which tyro draws an error."""
+    """Return the first paragraph of tyro's boxed error message."""
     lines = [line.strip(" │╭╮╰╯") for line in boxed.splitlines()]
     rules = [i for i, line in enumerate(lines) if line and set(line[-3:]) <= set("-─")]
     first, last = (rules[0] + 1, rules[1]) if len(rules) > 1 else (0, len(lines))
     text = " ".join(" ".join(lines[first:last]).split())
     wrong = _WRONG_VALUE.match(text)
-    return f"{wrong[1]}: expected {_KINDS[wrong[2]]}, got {wrong[3]}" if wrong else text
+    if wrong:
+        return f"{wrong[1]}: expected {_KINDS[wrong[2]]}, got {wrong[3]}"
+    return text + _advice_of(lines[last:]) if text.startswith("Unrecognized") else text
+
+
+def _advice_of(lines: Sequence[str]) -> str:
+    """Return what tyro suggests below an error, in a sentence: the nearest options, or the subcommands."""
+    meant = [found.group() for line in lines if (found := re.match(r"--[\w.-]+", line))]
+    if meant:
+        return f". Did you mean {' or '.join(meant[:3])}?"
+    known = next((line.partition(":")[2].strip() for line in lines if line.startswith("Available subcommands:")), "")
+    return f". Expected one of {known}." if known else ". --help lists all."
 
 
 def _unknown(word: str, flags: Mapping[str, Flag]) -> str:
@@ -368,16 +409,19 @@ def _unknown(word: str, flags: Mapping[str, Flag]) -> str:
     if not found:
         return f"{word!r}: expected a flag such as --{next(iter(flags), 'name')}"
     name = found.group(1).replace("-", "_")
-    last = {flag.rpartition(".")[2]: flag for flag in flags}
+    nearest_last = sorted(flags, key=lambda flag: flag.count("."), reverse=True)
+    last = {flag.rpartition(".")[2]: flag for flag in nearest_last}  # of several, the one nearest to the top
     own = name.rpartition(".")[2]
-    close = [last[meant] for meant in usual_names(own, last)] or difflib.get_close_matches(name, flags)
+    close = [last[name]] if name in last else [last[match] for match in usual_names(own, last)]
+    close = close or difflib.get_close_matches(name, flags)
     close = close or [last[match] for match in difflib.get_close_matches(own, last)]
+    close = close or [last[match] for match in usual_names(own, last, is_near=True)]
     hint = f" Did you mean {' or '.join(f'--{match}' for match in close)}?" if close else ""
     return f"{found.group(1)}: unknown flag.{hint} --help lists all."
 
 
 def _cli_type(annotation: Any) -> Any:
-    """Return the type tyro is to parse: the declared one where it is plain, else YAML."""
+    """Return the type for tyro to parse: the declared type if it is plain, else YAML."""
     import tyro
 
     spec = functools.partial(
@@ -397,7 +441,7 @@ def _cli_type(annotation: Any) -> Any:
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Tell whether tyro parses a type from words without asking how: scalars, choices, and lists of them."""
+    """Return whether tyro can parse a type by itself: scalars, choices, and lists of them."""
     plain = strip(annotation)
     if isinstance(plain, tuple):
         return all(_is_plain(option) for option in plain)
@@ -417,7 +461,7 @@ def _bool(words: list[str]) -> bool:
 
 
 def _plant(tree: dict[Any, Any], flag: Flag, value: Any) -> None:
-    """Put a value into the tree of changes; a mapping becomes one change per entry."""
+    """Insert a value into the tree of changes; a mapping becomes one change per entry."""
     *parents, last = flag.target
     for depth, key in enumerate(parents, start=1):
         tree = tree.setdefault(key, {})
@@ -428,7 +472,7 @@ def _plant(tree: dict[Any, Any], flag: Flag, value: Any) -> None:
     if isinstance(value, Mapping) and value:
         below = tree.setdefault(last, {})
         below.update({key: _Leaf(entry) for key, entry in value.items() if key not in below})
-    elif isinstance(tree.get(last), _Leaf):  # set by its short form already
+    elif isinstance(tree.get(last), _Leaf):  # already set by its shorthand
         raise _given_twice(flag, len(parents))
     else:
         tree[last] = _Leaf(value)
@@ -440,7 +484,7 @@ def _given_twice(flag: Flag, depth: int) -> ConfigError:
 
 
 def _apply(value: Any, declared: Any, tree: Any, path: str, problems: list[str]) -> Any:
-    """Return a value with a tree of changes applied; a config keeps its class, and all problems are collected."""
+    """Return a value with a tree of changes applied; configs keep their class, and all problems are collected."""
     if isinstance(tree, _Leaf):
         return tree.value
     plain = strip(declared)

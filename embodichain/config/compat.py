@@ -1,6 +1,6 @@
-"""Configs in the form of DexForce's EmbodiChain: what has another name here, and what means nothing here.
+"""Translates configs of DexForce's EmbodiChain: renames entries, and ignores those without an equivalent.
 
-Only what has no influence on learning is ignored. Other entries that cannot be said here are problems, in one error.
+Only entries that do not affect learning are ignored. All others without an equivalent are reported in one error.
 """
 
 import difflib
@@ -14,17 +14,17 @@ from embodichain.errors import nearest
 
 _LOG = logging.getLogger(__name__)
 _RUNTIME = ("distributed", "enable_rt", "gpu_id", "headless", "renderer")
-"""Settings of another simulator and of its windows; torchrun decides what is distributed."""
+"""Settings of DexForce's simulator and its windows; ``distributed`` is up to torchrun."""
 _TRAINER = {"rollout_steps": "buffer_size", "wandb_project_name": "wandb_project"}
 _SCENE = ("articulation", "background", "light", "rigid_object", "rigid_object_group", "sensor")
 _ROBOT = ("control_parts", "drive_pros", "fpath", "init_pos", "init_rot", "robot_type", "solver_cfg", "urdf_cfg")
 _TERMS = {"delta_qpos": "DeltaQposTerm"}
-"""Action terms that are the same here, and what they are called there."""
+"""Action terms that exist in both, and their names there."""
 
 
 @dataclass
 class _Translation:
-    """A config on its way: entries are taken out of it and put where they belong."""
+    """A config during its translation."""
 
     data: dict[str, Any]
     ignored: list[str] = field(default_factory=list)
@@ -32,7 +32,7 @@ class _Translation:
     problems: list[str] = field(default_factory=list)
 
     def block(self, *path: str) -> dict[str, Any]:
-        """Return a copy of the mapping at a path, which replaces it; an empty one of its own if there is none."""
+        """Replace the mapping at a path by a copy and return it; a new empty dict if there is none."""
         here = self.data
         for key in path:
             below = here.get(key)
@@ -42,31 +42,31 @@ class _Translation:
         return here
 
     def ignore(self, block: dict[str, Any], names: tuple[str, ...], prefix: str) -> None:
-        """Take out entries that mean nothing here."""
+        """Remove entries that have no equivalent and no effect on learning."""
         for name in names:
             if name in block:
                 del block[name]
                 self.ignored.append(f"{prefix}{name}")
 
     def rename(self, block: dict[str, Any], old: str, new: str, prefix: str) -> None:
-        """Give an entry the name that it has here."""
+        """Rename an entry."""
         if old in block:
             self.put(block, new, block.pop(old), f"{prefix}{old}", new)
 
     def put(self, block: dict[str, Any], new: str, value: Any, old: str, called: str) -> None:
-        """Put a value that had the key ``old`` where it belongs, where nothing else may be."""
+        """Move the value of the key ``old`` to ``block[new]``; it is a problem if both are given."""
         if new in block:
             self.problems.append(f"{old}: is called {called} here, and both are given")
         block.setdefault(new, value)
 
     def mapping(self, value: Any, key: str) -> dict[str, Any]:
-        """Return an entry that is a mapping; anything else is a problem, but null, which says nothing."""
+        """Return a copy of a mapping, or an empty one for None; anything else is a problem."""
         if value is not None and not isinstance(value, Mapping):
             self.problems.append(f"{key}: expected a mapping, got {value!r:.80}")
         return dict(value) if isinstance(value, Mapping) else {}
 
     def finish(self, source: str, hint: str = "") -> tuple[dict[str, Any], list[str]]:
-        """Return the translated data and all that is wrong, after one warning for all that is ignored."""
+        """Return the translated data and the problems; logs one warning about all ignored entries."""
         if self.unknown:
             what = f"{', '.join(self.unknown)}: not understood, as they describe things to another simulator"
             self.problems.append(f"{what}; {hint}" if hint else what)
@@ -76,7 +76,7 @@ class _Translation:
 
 
 def translate_train_config(given: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return a training config with the names that its entries have here, and what cannot be said here."""
+    """Return the translated training config, and the problems: entries that cannot be translated."""
     work = _Translation(dict(given))
     trainer = work.block("trainer")
     work.ignore(trainer, _RUNTIME, "trainer.")
@@ -100,7 +100,7 @@ def translate_train_config(given: Mapping[str, Any], source: str) -> tuple[dict[
 
 
 def _translate_events(work: _Translation, trainer: dict[str, Any]) -> None:
-    """A camera that records evaluations is ``eval_video``, which looks through the task's own."""
+    """Translate a camera that records evaluations to ``eval_video``, which uses the task's own camera."""
     for phase, entries in work.mapping(trainer.pop("events", None), "trainer.events").items():
         for name, entry in work.mapping(entries, f"trainer.events.{phase}").items():
             key = f"trainer.events.{phase}.{name}"
@@ -112,7 +112,7 @@ def _translate_events(work: _Translation, trainer: dict[str, Any]) -> None:
 
 
 def _translate_optimizer(work: _Translation, settings: dict[str, Any]) -> None:
-    """The blocks ``optimizer`` and ``lr_scheduler`` are single settings."""
+    """Translate the blocks ``optimizer`` and ``lr_scheduler`` to single settings."""
     prefix = "algorithm.cfg.optimizer"
     for key, value in work.mapping(settings.pop("optimizer", None), prefix).items():
         if key == "learning_rate":
@@ -137,8 +137,8 @@ def _translate_optimizer(work: _Translation, settings: dict[str, Any]) -> None:
 def translate_gym_config(
     given: Mapping[str, Any], source: str, hint: str, functions: Mapping[str, Collection[str]] = MappingProxyType({})
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return an environment's config with the names that its entries have here, and what cannot be said here.
-    ``hint`` says what to do about that. ``functions`` are the registered names of sections that call functions: there,
+    """Return the translated environment config, and the problems: entries that cannot be translated.
+    ``hint`` tells the user how to solve them. ``functions`` has the registered functions by section; there,
     ``{"name": {"func": ..., "params": ...}}`` becomes an entry of ``terms``."""
     work = _Translation(dict(given))
     work.ignore(work.data, (*_RUNTIME, "max_episodes"), "")
@@ -149,7 +149,7 @@ def translate_gym_config(
         del work.data["robot"]
         work.unknown.append("robot")
     env = work.block("env")
-    work.ignore(env, ("dataset",), "env.")  # recording is a command
+    work.ignore(env, ("dataset",), "env.")  # recording is a command of its own
     for name, value in work.mapping(env.pop("extensions", None), "env.extensions").items():
         if name == "success_threshold":
             work.put(env, name, value, f"env.extensions.{name}", f"env.{name}")
@@ -175,13 +175,13 @@ def translate_gym_config(
 def _translate_term(
     work: _Translation, entries: dict[str, Any], at: tuple[str, str], entry: Any, known: Collection[str]
 ) -> None:
-    """Make an entry that calls a function a term of that name, misspelt or not; an unknown function is a problem."""
+    """Move an entry that calls a function to ``terms``; an unknown function is a problem."""
     (section, name), term = at, dict(entry)
     key, function = f"env.{section}.{name}", _function(entry)
-    if function not in known and not difflib.get_close_matches(function, known, cutoff=0.75):  # a typo is told later
+    if function not in known and not difflib.get_close_matches(function, known, cutoff=0.75):  # typos are found later
         work.unknown.append(f"{key} (func {function!r}: no such function here.{nearest(function, known)})")
         return
-    if section != "events":  # which say when they happen
+    if section != "events":  # the mode of an event is when it happens
         mode = term.pop("mode", "add")
         if mode != "add":
             work.problems.append(f"{key}.mode: expected 'add', got {mode!r}")
@@ -191,5 +191,5 @@ def _translate_term(
 
 
 def _function(entry: Any) -> str:
-    """Return the name of the function that an entry calls; empty if it calls none."""
+    """Return the name of the function that an entry calls, or ""."""
     return str(entry["func"]) if isinstance(entry, Mapping) and "func" in entry else ""

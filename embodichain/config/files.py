@@ -1,4 +1,4 @@
-"""Config files: JSON and YAML that load to the same thing, saved so that they load to the same thing again."""
+"""Loads and saves config files; JSON and YAML are equivalent, and a saved file loads to the same data."""
 
 import json
 import logging
@@ -17,11 +17,11 @@ from embodichain.errors import ConfigError, writing
 _LOG = logging.getLogger(__name__)
 
 MAX_BYTES, MAX_ENTRIES, MAX_LEVELS = 1 << 20, 20_000, 64
-"""Bounds of a config: of its file, of its keys and values (with YAML's aliases written out), and of its nesting."""
+"""Limits of a config: file size, number of keys and values (with YAML aliases expanded), and nesting depth."""
 _TOO_MANY = f"has more than {MAX_ENTRIES} keys and values, too many for a config"
 _TOO_DEEP = f"is nested more than {MAX_LEVELS} levels deep, too deeply for a config"
 
-# Plain scalars mean what they mean in JSON (YAML 1.2's core schema): 1e-4 is a number; on, 010 and 12:30 are strings.
+# Plain scalars are parsed as in JSON (core schema of YAML 1.2): 1e-4 is a number; on, 010 and 12:30 are strings.
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -35,13 +35,13 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Data only, of bounded size; a key that is no string or comes twice is an error."""
+    """A safe YAML loader with limits on size and depth; duplicate keys and keys that are not strings are errors."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
     level = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a node and measure it: an alias counts as much as what it stands for, which may be aliases again."""
+        """Compose a node and measure its size and depth; an alias counts as much as its target, recursively."""
         if self.level > MAX_LEVELS:
             raise yaml.composer.ComposerError(None, None, _TOO_DEEP, self.peek_event().start_mark)
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
@@ -75,12 +75,12 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that our loader would take for something else."""
+    """A safe YAML dumper that quotes the strings that our loader would not read as strings."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # every value is written out, as in JSON
+        return True  # write every value out, as in JSON
 
 
 for _tag, _pattern, _first in _SCALARS:
@@ -98,7 +98,7 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8-sig") if size <= MAX_BYTES else ""
     except FileNotFoundError:
         raise ConfigError(f"no such file (looked in {Path.cwd()})", str(file)) from None
-    except (OSError, ValueError) as error:  # what is no UTF-8, or has a NUL in its name, is a ValueError
+    except (OSError, ValueError) as error:  # invalid UTF-8, or a NUL in the name, is a ValueError
         raise ConfigError(f"cannot be read: {error}", str(file)) from None
     if size > MAX_BYTES:
         raise ConfigError(f"expected at most {MAX_BYTES} bytes, got {size}", str(file))
@@ -112,13 +112,13 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def shipped_configs() -> Path:
-    """Return the folder of the configs that come with this package: inside an installed one, beside a checkout's."""
+    """Return the folder of the shipped configs: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[1]
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 
 
 def find_shipped(path: str | os.PathLike[str]) -> Path:
-    """Return a config's file: as it is, or the one of this package that ``configs/...`` names where there is none."""
+    """Return the path of a config; if ``configs/...`` does not exist, that of the shipped config of this name."""
     file = Path(path)
     if file.parts[:1] == ("configs",) and "\0" not in str(file) and not file.exists():
         shipped = shipped_configs().joinpath(*file.parts[1:])
@@ -127,10 +127,12 @@ def find_shipped(path: str | os.PathLike[str]) -> Path:
 
 
 def find_config(name: str, folder: Path) -> Path:
-    """Return the file that another one in ``folder`` names: as seen from there, or from the working directory; else,
-    with a warning, a file of that name beside it. An absolute path is that file and no other."""
+    """Return the file that a config in ``folder`` refers to: relative to ``folder``, else to the working directory,
+    else the one of this package (``configs/...``), else, with a warning, a file of that name in ``folder``. An absolute
+    path is used as it is."""
     given, beside = Path(name), folder / Path(name).name
-    places = dict.fromkeys((given,) if given.is_absolute() else (folder / name, Path.cwd() / name, beside))
+    relative = (folder / name, Path.cwd() / name, find_shipped(given), beside)
+    places = dict.fromkeys((given,) if given.is_absolute() else relative)
     for file in places:
         if file.is_file():
             if file == beside and beside != folder / name:
@@ -141,7 +143,7 @@ def find_config(name: str, folder: Path) -> Path:
 
 
 def save_config(cfg: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a config or a mapping as JSON or YAML, whole or not at all; missing folders are made."""
+    """Write a config or a mapping as JSON or YAML, atomically; missing folders are created."""
     file, is_yaml = _format(path)
     data = to_data(cfg)
     if not isinstance(data, dict):
@@ -164,7 +166,7 @@ def _format(path: str | os.PathLike[str]) -> tuple[Path, bool]:
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``overrides`` laid over it, mapping by mapping; neither is changed."""
+    """Merge nested mappings recursively; ``overrides`` take precedence. Neither argument is modified."""
     merged = dict(base)
     for key, value in overrides.items():
         below = merged.get(key)
@@ -173,7 +175,7 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by their dotted names."""
+    """Return the leaves of nested mappings by dotted name."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         below = dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else None
@@ -182,7 +184,7 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _parse_json(text: str) -> Any:
-    """Parse JSON as data of bounded size; ``ValueError`` says what is wrong."""
+    """Parse JSON within the limits of size and depth; ``ValueError`` says what is wrong."""
     try:
         data = json.loads(text, object_pairs_hook=_no_duplicates)
     except RecursionError:
@@ -202,7 +204,7 @@ def _parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML as data of bounded size; ``ValueError`` says where it is wrong."""
+    """Parse YAML within the limits of size and depth; ``ValueError`` says what is wrong, and where."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - derived from SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -220,7 +222,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def find_beside(given: str, folder: Path) -> str:
-    """Return the absolute path of a file or folder that a config names, relative to its folder or to where we are."""
+    """Return the absolute path of a file or folder that a config in ``folder`` refers to, relative to ``folder`` or to
+    the working directory."""
     path = Path(given).expanduser()
     found = next((base / path for base in (folder, Path.cwd()) if (base / path).exists()), Path.cwd() / path)
     return str(found.absolute())

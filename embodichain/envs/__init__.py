@@ -1,6 +1,6 @@
-"""Environments: batched physics, tasks written on it, and adapters; ``vec_env.py`` states the contract.
+"""Environments: batched physics, tasks and adapters; ``vec_env.py`` defines the contract.
 
-Importing it registers the tasks for ``gymnasium.make`` and ``make_vec``, such as ``"embodichain/PushCubeRL-v0"``.
+Importing this package registers its tasks with Gymnasium, as ``"embodichain/PushCubeRL-v0"`` and so on.
 """
 
 import gymnasium as gym
@@ -28,7 +28,7 @@ TASKS = {
     "StackCubeLanguageRL": "embodichain.envs.tasks.stack_cube:StackCubeLanguage",
     "StackCubeRL": "embodichain.envs.tasks.stack_cube:StackCube",
 }
-"""The tasks of this package: id and entry point, which is imported when the task is made."""
+"""Tasks of this package: id and entry point, imported when the task is made."""
 _EPISODE_STEPS = {
     "BipedVelocityRL": 1000,
     "CartPoleRL": 500,
@@ -52,7 +52,7 @@ _EPISODE_STEPS = {
     "StackCubeLanguageRL": 150,
     "StackCubeRL": 150,
 }
-"""Their time limits, which are stated before a task is imported."""
+"""Time limits of the tasks, known without importing them."""
 
 MUJOCO_SUITE = {
     f"{name}-v5": f"embodichain.envs.tasks.mujoco_suite:{name}"
@@ -70,13 +70,13 @@ MUJOCO_SUITE = {
         "Walker2d",
     )
 }
-"""Environments of Gymnasium that are simulated here, batched: id and entry point."""
+"""Gymnasium environments that run batched on this package's physics: id and entry point."""
 
 
 def register_with_gymnasium(task_id: str, max_episode_steps: int | None = None) -> None:
-    """Make a task available as ``embodichain/<task id>-v0``; nothing heavy is imported before it is made.
+    """Register a task with Gymnasium as ``embodichain/<task id>-v0``; heavy imports happen when it is made.
 
-    Where the time limit is not known yet, the task's own ends episodes, and not a wrapper of Gymnasium's.
+    Without ``max_episode_steps``, the task truncates episodes itself instead of Gymnasium's ``TimeLimit``.
     """
     name, kind = f"embodichain/{task_id}-v0", "TaskGymnasiumEnv" if max_episode_steps is None else "RegisteredTaskEnv"
     gym.registry.pop(name, None)

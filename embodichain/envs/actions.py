@@ -1,4 +1,4 @@
-"""From a policy's action to motor commands, through one term: ``delta_qpos``, ``qpos``, ``ee_delta`` or ``effort``."""
+"""Action terms: map policy actions to motor commands as ``delta_qpos``, ``qpos``, ``ee_delta`` or ``effort``."""
 
 from typing import Any
 
@@ -17,22 +17,22 @@ from embodichain.errors import ConfigError
 
 
 class DeltaQpos:
-    """``target = qpos + scale * action``."""
+    """Relative joint positions: ``target = qpos + scale * action``."""
 
     def __init__(self, cfg: JointTermCfg, arm: Arm) -> None:
         self.scale, self.arm, self.dim = cfg.scale, arm, arm.num_joints
 
     def target(self, action: Tensor, qpos: Tensor) -> Tensor:
-        """Return joint targets ``[n, num_joints]``, or motor commands."""
+        """Return joint targets ``[n, num_joints]``, or motor commands for ``effort``."""
         return torch.clamp(torch.add(qpos.float(), action, alpha=self.scale), self.arm.lower, self.arm.upper)
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
-        """Return the action that asks for a joint displacement."""
+        """Return the action for a joint displacement."""
         return _shorten(displacement / self.scale)
 
 
 class Qpos:
-    """The range [-1, 1] spans the joint limits, or ``scale`` to both sides of ``init_qpos``."""
+    """Absolute joint positions: [-1, 1] spans the joint limits, or ``init_qpos`` +- ``scale``."""
 
     def __init__(self, cfg: JointTermCfg, arm: Arm) -> None:
         self.dim, self.scale, self.arm = arm.num_joints, cfg.scale, arm
@@ -47,12 +47,12 @@ class Qpos:
         return torch.clamp(target, self.arm.lower, self.arm.upper) if self._clamps else target
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
-        """Return the action that asks for a joint displacement, no further than ``scale`` per step."""
+        """Return the action for a joint displacement, limited to ``scale`` per step."""
         return (qpos + self.scale * _shorten(displacement / self.scale) - self.middle) / self.half
 
 
 class EndEffectorDelta:
-    """The tool moves by ``scale * action``; without rotation it keeps the orientation it has in ``init_qpos``."""
+    """Displaces the tool by ``scale * action``; without rotation it keeps its orientation at ``init_qpos``."""
 
     def __init__(self, cfg: EndEffectorTermCfg, arm: Arm) -> None:
         self.cfg, self.arm, self.chain = cfg, arm, chain_of(arm, "ee_delta")
@@ -71,7 +71,7 @@ class EndEffectorDelta:
         return torch.clamp(qpos + step, self.arm.lower, self.arm.upper)
 
     def encode(self, qpos: Tensor, displacement: Tensor, twist: Tensor) -> Tensor:
-        """Return the action that asks for a displacement of the tool."""
+        """Return the action for a displacement of the tool."""
         linear = twist[:, :3] / self.cfg.scale
         return _shorten(
             torch.cat((linear, twist[:, 3:] / self.cfg.rotation_scale), dim=-1) if self.dim == 6 else linear
@@ -79,7 +79,7 @@ class EndEffectorDelta:
 
 
 class Effort:
-    """The action goes to the motors: 1 and -1 are the most they can do either way, and 0 is nothing."""
+    """Motor commands: -1 and 1 are the limits of each motor, and 0 is no effort."""
 
     def __init__(self, cfg: EffortTermCfg, arm: Arm) -> None:
         self.dim, self.limit = arm.num_joints, arm.max_control.clamp_min(0.0)
@@ -93,7 +93,7 @@ class Effort:
 
 
 def _shorten(action: Tensor) -> Tensor:
-    """Scale actions ``[n, dim]`` that leave [-1, 1] back into it as a whole, so that the tool keeps its direction."""
+    """Scale each action ``[n, dim]`` uniformly into [-1, 1], which keeps its direction."""
     return action / torch.amax(action.abs(), dim=1, keepdim=True).clamp_min(1.0)
 
 
@@ -102,7 +102,7 @@ Term = DeltaQpos | Qpos | EndEffectorDelta | Effort
 
 
 def chain_of(robot: Robot | Arm, wanted_by: str) -> SerialChain:
-    """Return the kinematic chain of an arm, or of the only arm of a robot; ``ConfigError`` if there is none."""
+    """Return the kinematic chain of an arm, or of a robot with one arm; ``ConfigError`` if there is none."""
     if isinstance(robot, Robot) and robot.only_arm is None:
         raise ConfigError(f"robot.arms: {wanted_by} needs one arm, and this robot has {', '.join(robot.arms)}")
     if robot.chain is None:
@@ -111,9 +111,9 @@ def chain_of(robot: Robot | Arm, wanted_by: str) -> SerialChain:
 
 
 class RobotActionManager(ActionManager):
-    """Turns actions into controls through the one term set in the config; a gripper adds one action at the end.
+    """Maps actions to controls through the configured term; a gripper appends one action.
 
-    The actions of several arms follow each other, arm by arm.
+    With several arms, their actions are concatenated in order.
     """
 
     def __init__(self, cfg: ActionsCfg, robot: Robot, num_envs: int, device: torch.device | str) -> None:
@@ -130,15 +130,15 @@ class RobotActionManager(ActionManager):
         dims = [arm.dim for arm in self.arms.values()]
         self._dims = dims
         self.segment: Tensor | None = None
-        """What the expert's last action is part of, numbers of ``SEGMENTS`` ``[n]``, if it says so."""
+        """Segment of the expert's last action, indices into ``SEGMENTS`` ``[n]``, if the expert sets it."""
         super().__init__(name, gym.spaces.Box(-1.0, 1.0, (sum(dims),), np.float32), num_envs, device)
 
     def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:
-        """Return the action as a checked tensor ``[num_envs, action_dim]`` within [-clip, clip]."""
+        """Return the action as a validated tensor ``[num_envs, action_dim]`` within [-clip, clip]."""
         return super().unwrap(action, step).clamp(-self.clip, self.clip)
 
     def control(self, action: Tensor, qpos: Tensor) -> Tensor:
-        """Return controls ``[num_envs, nu]`` for a checked action and ``qpos`` ``[num_envs, dofs]``, of any dtype."""
+        """Return controls ``[num_envs, nu]`` for a validated action and joint positions ``[num_envs, dofs]``."""
         if self._only is not None:
             used = self._only.control(action, qpos)
         else:
@@ -149,10 +149,10 @@ class RobotActionManager(ActionManager):
         return self.robot.idle_control.repeat(used.shape[0], 1).index_copy_(1, self.robot.controls, used)
 
     def encode(self, qpos: Tensor, twist: Tensor, grip: Tensor | None = None, arm: str | None = None) -> Tensor:
-        """Return the action that moves the tool by ``twist`` ``[n, 6]``; fingers get ``grip`` ``[n, 1]``, or close.
+        """Return the action that moves the tool by ``twist`` ``[n, 6]``; ``grip`` ``[n, 1]`` defaults to closed (-1).
 
-        Of several arms ``arm`` names the one that is meant, and the result is its part of the action; ``qpos`` are the
-        joints of the whole robot.
+        ``qpos`` ``[n, dofs]`` are the joints of the whole robot. With several arms, ``arm`` names one of them, and the
+        result is its part of the action.
         """
         if self._only is not None and arm is None:
             return self._only.encode(qpos, twist, grip)
@@ -162,12 +162,12 @@ class RobotActionManager(ActionManager):
 
 
 class ArmActions:
-    """The part of an action that is one arm's: its term, and the gripper."""
+    """One arm's part of the action: its term and its gripper."""
 
     def __init__(self, term: Term, arm: Arm) -> None:
         self.term, self.arm = term, arm
         self.dim = term.dim + (1 if arm.num_fingers else 0)
-        # Position targets become controls; where the two are the same, nothing is computed.
+        # Maps position targets to controls; ``None`` if they are equal.
         self._scale = None if isinstance(term, Effort) else arm.control_scale
 
     def control(self, action: Tensor, qpos: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class ArmActions:
 
 
 def _check_drives(term: str, arm: Arm) -> None:
-    """Raise ``ConfigError`` unless the joints of an arm have what an action term drives."""
+    """Raise ``ConfigError`` unless the joints of an arm have the actuators that an action term needs."""
     if arm.has_motors if term == "effort" else arm.has_servos:
         return
     key = f"robot.arms.{arm.name}" if arm.name else "robot"
@@ -207,7 +207,7 @@ def _check_drives(term: str, arm: Arm) -> None:
 
 
 class MotorActionManager(ActionManager):
-    """[-1, 1] spans the control range of every motor of a model; values beyond are clipped."""
+    """Actions for all motors of a model: [-1, 1] spans the control range of each; values beyond are clipped."""
 
     def __init__(self, model: mujoco.MjModel, num_envs: int, device: torch.device | str) -> None:
         bounds = torch.tensor(model.actuator_ctrlrange, dtype=torch.float32, device=device).double()  # as in Gymnasium
@@ -216,11 +216,11 @@ class MotorActionManager(ActionManager):
         super().__init__("action", gym.spaces.Box(-1.0, 1.0, (int(model.nu),), np.float32), num_envs, device)
 
     def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:
-        """Return the action as a checked tensor ``[num_envs, action_dim]`` within [-1, 1]."""
+        """Return the action as a validated tensor ``[num_envs, action_dim]`` within [-1, 1]."""
         return super().unwrap(action, step).clamp(-1.0, 1.0)
 
     def control(self, action: Tensor, qpos: Tensor) -> Tensor:
-        """Return controls ``[num_envs, nu]``, rounded to float32 as actions of Gymnasium are."""
+        """Return controls ``[num_envs, nu]``, rounded to float32 as in Gymnasium."""
         if self._is_identity:
             return action
         return torch.addcmul(self._middle, action.double(), self._half).float()

@@ -1,8 +1,8 @@
-"""Does an environment keep the contract of ``VecEnv``? ``check_env`` returns what is wrong and how to fix it.
+"""Checks that an environment fulfils the ``VecEnv`` contract. ``check_env`` returns all problems and how to fix them.
 
-``run_checks`` returns all checks, also those that passed or did not apply. The environment is reset, played beyond its
-time limit (1000 random steps at most) and closed. With a ``factory`` that makes it for a given ``num_envs``, the
-independence of ``num_envs`` is checked as well.
+``run_checks`` returns the results of all checks, including those that passed or did not apply. The environment is
+reset, played beyond its time limit (1000 random steps at most) and closed. A ``factory`` that makes it for a given
+``num_envs`` enables the check that envs are independent of ``num_envs``.
 """
 
 import traceback
@@ -33,15 +33,15 @@ from embodichain.envs.vec_env import ActionManager, HasExpert, VecEnv, choice_co
 from embodichain.errors import ActionError, EnvContractError
 
 Finding = tuple[str, str, str]
-"""What was expected, what came, and what to do about it."""
+"""What was expected, what was found, and how to fix it."""
 
-_BASIC = ("spaces", "reset", "step")  # nothing else makes sense where one of these fails
+_BASIC = ("spaces", "reset", "step")  # if one of these fails, the others are skipped
 _SEEDS_OR_NONE = f"{SEEDS} (-1 where an episode cannot be repeated)"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with an environment."""
+    """One violation of the contract."""
 
     check: str
     expected: str
@@ -54,7 +54,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check: nothing, problems, or the reason why it does not apply."""
+    """The result of one check: passed, problems, or the reason why it does not apply."""
 
     name: str
     what: str
@@ -63,12 +63,12 @@ class CheckResult:
 
 
 def check_env(env: VecEnv, factory: Factory | None = None, max_steps: int = 1000) -> list[Problem]:
-    """Return everything that is wrong with an environment, which is closed afterwards."""
+    """Return all problems of an environment, which is closed afterwards."""
     return [problem for result in run_checks(env, factory, max_steps) for problem in result.problems]
 
 
 def run_checks(env: VecEnv, factory: Factory | None = None, max_steps: int = 1000) -> list[CheckResult]:
-    """Make all checks and return a result for each; the environment is closed afterwards."""
+    """Run all checks and return their results; the environment is closed afterwards."""
     play, broken = Play(env, factory, max_steps), ""
     results: list[CheckResult] = []
     for name, check in CHECKS.items():
@@ -89,23 +89,23 @@ def run_checks(env: VecEnv, factory: Factory | None = None, max_steps: int = 100
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:
-    """Return what a call raised, if anything."""
+    """Return the exception that a call raised, or ``None``."""
     try:
         call()
-    except Exception as error:  # noqa: BLE001 - an environment may fail in any way; that is what is reported
+    except Exception as error:  # noqa: BLE001 - any failure of an environment is reported
         return error
     return None
 
 
 def _same(expected: str, a: list[Frame], b: list[Frame], advice: str, rows: slice = slice(None)) -> Iterator[Finding]:
-    """Report where two trajectories differ that should be the same, bitwise."""
+    """Report where two trajectories differ that should be bitwise equal."""
     where = first_difference(a, b, rows)
     if where is not None:
         yield expected, f"different: {where}", advice
 
 
 def _unchanged(play: Play, trajectory: list[Frame], expected: str, key: str | None = None) -> Iterator[Finding]:
-    """Complete a trajectory that was interrupted, with a ``key`` by actions in dicts; it must be as without."""
+    """Complete an interrupted trajectory (with a ``key``: with dict actions); it must be as without interruption."""
     play.extend(trajectory, ({key: x} if key else x for x in play.actions(2 * play.short)[play.short :]))
     if play.difference is None:
         advice = "leave the state as it is, or restore it"
@@ -113,7 +113,7 @@ def _unchanged(play: Play, trajectory: list[Frame], expected: str, key: str | No
 
 
 def _tensor(env: VecEnv, name: str, value: Any, dtype: torch.dtype | None, *shape: int) -> Iterator[Finding]:
-    """Find out what is wrong with a tensor ``[num_envs, *shape]``; without a dtype any will do."""
+    """Check a tensor ``[num_envs, *shape]``; without a dtype, any is valid."""
     expected = [env.num_envs, *shape]
     if not isinstance(value, Tensor) or list(value.shape) != expected:
         got = str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
@@ -123,7 +123,7 @@ def _tensor(env: VecEnv, name: str, value: Any, dtype: torch.dtype | None, *shap
         yield f"{name} is {dtype}", str(value.dtype), f"convert it: .to({dtype})"
     if value.device.type != env.device.type:
         yield f"{name} is on {env.device}", str(value.device), "make it on env.device"
-    of_one_task = "[task/" in name  # of several: NaN in the envs of others
+    of_one_task = "[task/" in name  # a metric of one task is NaN in the envs of others
     bad = torch.nonzero(torch.isinf(value) if of_one_task else ~torch.isfinite(value))
     if bad.numel():
         got = f"env {int(bad[0, 0])} has NaN or infinity"
@@ -131,7 +131,7 @@ def _tensor(env: VecEnv, name: str, value: Any, dtype: torch.dtype | None, *shap
 
 
 def _observation(env: VecEnv, obs: Any, name: str) -> Iterator[Finding]:
-    """Find out what is wrong with an observation: type, keys, shapes, dtypes, devices, values."""
+    """Check an observation: type, keys, shapes, dtypes, devices, values."""
     if not isinstance(obs, TensorDictBase):
         yield f"{name} is a TensorDict", type(obs).__name__, "TensorDict({...}, batch_size=[num_envs])"
         return
@@ -147,14 +147,14 @@ def _observation(env: VecEnv, obs: Any, name: str) -> Iterator[Finding]:
         yield from problems
         if isinstance(space, gym.spaces.Box) and not problems:
             low, high = (torch.as_tensor(bound, device=value.device).double() for bound in (space.low, space.high))
-            slack = 1e-5 * (1.0 + value.double().abs())  # rounding, not a violation
+            slack = 1e-5 * (1.0 + value.double().abs())  # tolerates rounding
             if bool(((value < low - slack) | (value > high + slack)).any()):
                 got = f"values in [{float(value.min()):.6g}, {float(value.max()):.6g}]"
                 yield f"{what} lies within {space}", got, "widen the space, or clip the observation"
 
 
 def _flat(space: gym.Space[Any], path: str = "") -> dict[str, gym.Space[Any]]:
-    """Return the leaves of nested spaces by their path."""
+    """Return the leaves of nested spaces by path."""
     if not isinstance(space, gym.spaces.Dict):
         return {path: space}
     children = ((f"{path}/{key}" if path else str(key), child) for key, child in space.spaces.items())
@@ -162,7 +162,7 @@ def _flat(space: gym.Space[Any], path: str = "") -> dict[str, gym.Space[Any]]:
 
 
 def check_spaces(play: Play) -> Iterator[Finding]:
-    """The attributes that every environment has, and spaces of one env."""
+    """Required attributes exist, and spaces are those of a single env."""
     env = play.env
     for name, otherwise in (("num_envs", ""), ("max_episode_steps", ", or None where there is no time limit")):
         value = getattr(env, name, "nothing")
@@ -199,7 +199,7 @@ def check_spaces(play: Play) -> Iterator[Finding]:
 
 
 def check_reset(play: Play) -> Iterator[Finding]:
-    """``reset`` returns an observation that fits its space, and the episodes' seeds."""
+    """``reset`` returns an observation that matches its space, and the episode seeds."""
     result = play.env.reset(seed=SEED)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         yield "reset returns (obs, info)", type(result).__name__, "return a TensorDict and a dict"
@@ -209,7 +209,7 @@ def check_reset(play: Play) -> Iterator[Finding]:
 
 
 def check_step(play: Play) -> Iterator[Finding]:
-    """``step`` returns reward, flags and info of the promised types and shapes."""
+    """``step`` returns reward, flags and info of the documented types and shapes."""
     env = play.env
     env.reset(seed=SEED)
     for action in play.actions(3):
@@ -250,8 +250,19 @@ def _info(env: VecEnv, info: dict[str, Any], reward: Any) -> Iterator[Finding]:
             yield "info[rewards] sum to the reward", got, "report parts after weighting, and all of them"
 
 
+def check_finite(play: Play) -> Iterator[Finding]:
+    """Observations and rewards stay finite over whole episodes."""
+    for t, frame in enumerate(play.long):
+        for name, value in frame.copies.items():
+            bad = torch.nonzero(~torch.isfinite(value))
+            if bad.numel():
+                got = f"after {t} steps, {name} of env {int(bad[0, 0])} has NaN or infinity"
+                yield "observations and rewards are finite", got, "find out which term diverges, or guard it"
+                return
+
+
 def check_final_observation(play: Play) -> Iterator[Finding]:
-    """Rows of ``final_observation`` equal ``obs``, but for envs that are done: there it is what they reached."""
+    """``final_observation`` equals ``obs``, except for done envs, where it is the observation they reached."""
     if play.exact and any(not frame.final_is_obs and not bool(frame.done.any()) for frame in play.long[1:]):
         yield "final_observation is obs when no env is done", "another object", "do not copy it"
     reached_differs = changes = False
@@ -272,7 +283,7 @@ def check_final_observation(play: Play) -> Iterator[Finding]:
 
 
 def check_kept(play: Play) -> Iterator[Finding]:
-    """What was returned once is never written to again."""
+    """Returned tensors are never modified later."""
     for t, frame in enumerate(play.long):
         for name, value in frame.returned.items():
             if bool(rows_differ(value, frame.copies[name]).any()):
@@ -282,11 +293,11 @@ def check_kept(play: Play) -> Iterator[Finding]:
 
 
 def check_time_limit(play: Play) -> Iterator[Finding]:
-    """No episode is longer than ``max_episode_steps``, and one that gets there is truncated."""
+    """No episode exceeds ``max_episode_steps``, and one that reaches it is truncated."""
     limit = play.env.max_episode_steps
     if limit is None:
         raise NotApplicable("there is no time limit: max_episode_steps is None")
-    for played in (iter(play.long[1:]), play.expert(play.long_steps)):  # an expert may last longer
+    for played in (iter(play.long[1:]), play.expert(play.long_steps)):  # the expert's episodes may be longer
         length, reached = torch.zeros(play.env.num_envs, dtype=torch.int64, device=play.env.device), False
         for frame in played:
             length += 1
@@ -304,7 +315,7 @@ def check_time_limit(play: Play) -> Iterator[Finding]:
 
 
 def check_seed(play: Play) -> Iterator[Finding]:
-    """The same seed and actions give the same trajectory, on a CPU bitwise; without a seed the streams continue."""
+    """The same seed and actions give the same trajectory (bitwise on a CPU); without a seed, the streams continue."""
     if play.difference is not None:
         yield "reset(seed) and the same actions give the same", play.difference, "draw from seeded streams"
     play.need_episode_seeds()
@@ -314,7 +325,7 @@ def check_seed(play: Play) -> Iterator[Finding]:
 
 
 def check_num_envs(play: Play) -> Iterator[Finding]:
-    """Env i of a seed behaves the same whatever ``num_envs`` is."""
+    """Env i with a seed behaves the same for any ``num_envs``."""
     if play.factory is None:
         raise NotApplicable("no factory was given that makes the environment with another num_envs")
     play.need_determinism()
@@ -326,7 +337,7 @@ def check_num_envs(play: Play) -> Iterator[Finding]:
 
 
 def check_episode_seed(play: Play) -> Iterator[Finding]:
-    """An episode that began by an auto-reset can be played again from its ``episode_seed``."""
+    """An episode that started with an autoreset can be repeated from its ``episode_seed``."""
     play.need_episode_seeds()
     play.need_determinism()
     ends = [t for t in play.ends if t < play.long_steps]
@@ -339,7 +350,7 @@ def check_episode_seed(play: Play) -> Iterator[Finding]:
         return
     play.extend(again, play.actions(play.long_steps)[ends[-1] :][: play.short])
     for k, (frame, was) in enumerate(zip(again, original, strict=True)):
-        # What was reached, as the episode after an end is another one: it follows from the streams.
+        # Compare what was reached: the next episode depends on the streams.
         reached = [f"info[final_observation]{name.removeprefix('obs')}" for name in frame.observed]
         compare = rows_apart if k else rows_differ
         for name in [*reached, "reward"] if k else frame.observed:
@@ -352,7 +363,7 @@ def check_episode_seed(play: Play) -> Iterator[Finding]:
 
 
 def check_partial_reset(play: Play) -> Iterator[Finding]:
-    """``reset(env_ids=...)`` leaves the other envs where they are."""
+    """``reset(env_ids=...)`` leaves the other envs unchanged."""
     need(play.env.num_envs > 1, "it takes two envs to reset one of them")
     before = play.random(3)[-1].copies
     after = Frame(*play.env.reset(env_ids=[0])).copies
@@ -363,7 +374,7 @@ def check_partial_reset(play: Play) -> Iterator[Finding]:
 
 
 def check_state(play: Play) -> Iterator[Finding]:
-    """``set_state(get_state())`` continues as before, on a CPU bitwise, for all envs or some."""
+    """``set_state(get_state())`` continues as before (bitwise on a CPU), for all envs or some."""
     env = play.env
     if not env.supports_state:
         need(not isinstance(_error_of(env.get_state), EnvContractError), "supports_state is False")
@@ -392,13 +403,13 @@ def check_state(play: Play) -> Iterator[Finding]:
 
 
 def check_actions(play: Play) -> Iterator[Finding]:
-    """Wrong actions raise ``ActionError`` and change nothing; a dict with the one key is an action too."""
+    """Invalid actions raise ``ActionError`` and change nothing; a dict with the action key is accepted."""
     env, action, key = play.env, play.actions(1)[0], play.env.action_manager.action_type
     wrong: dict[str, Any] = {
         f"an action for {len(action) + 1} envs": torch.cat([action, action[:1]]),
         "a dict with another key": {f"not_{key}": action},
     }
-    if env.device.type == "cpu":  # elsewhere, looking at the values would wait for the device at every step
+    if env.device.type == "cpu":  # on a GPU, reading the values would synchronise at every step
         if (counts := choice_counts(env.action_space)) is not None:
             wrong["a choice that is none"] = torch.full_like(action, int(counts.max()))
         else:
@@ -416,7 +427,7 @@ def check_actions(play: Play) -> Iterator[Finding]:
 
 
 def check_expert(play: Play) -> Iterator[Finding]:
-    """The expert's actions are valid, and asking for them leaves the state as it was."""
+    """The expert's actions are valid, and computing them leaves the state unchanged."""
     env, like = play.env, play.actions(1)[0]
     if not isinstance(env, HasExpert) or not env.has_expert:
         raise NotApplicable("the environment has no expert")
@@ -430,13 +441,13 @@ def check_expert(play: Play) -> Iterator[Finding]:
             yield f"{what} is {list(like.shape)} {like.dtype}", got, "return what step takes"
         elif isinstance(env.action_space, gym.spaces.Box):
             low, high = (torch.as_tensor(x, device=env.device) for x in (env.action_space.low, env.action_space.high))
-            if not bool(((action >= low) & (action <= high)).all()):  # NaN is in no interval
+            if not bool(((action >= low) & (action <= high)).all()):  # also false for NaN
                 yield f"{what} lies in the action space", f"{action.min():.4g} to {action.max():.4g}", "clip it"
     yield from _unchanged(play, trajectory, "asking the expert changes nothing")
 
 
 def check_close(play: Play) -> Iterator[Finding]:
-    """Closing twice is fine."""
+    """``close`` can be called more than once."""
     play.env.close()
     error = _error_of(play.env.close)
     if error is not None:
@@ -447,6 +458,7 @@ CHECKS: dict[str, Callable[[Play], Iterator[Finding]]] = {
     "spaces": check_spaces,
     "reset": check_reset,
     "step": check_step,
+    "finite values": check_finite,
     "final observation": check_final_observation,
     "kept results": check_kept,
     "time limit": check_time_limit,
@@ -459,4 +471,4 @@ CHECKS: dict[str, Callable[[Play], Iterator[Finding]]] = {
     "expert": check_expert,
     "close": check_close,
 }
-"""All checks in the order they are made; each one's docstring says what it is about."""
+"""All checks in order; the docstring of each describes what it checks."""

@@ -1,7 +1,7 @@
-"""Builds what a task acts in: the model of its scene, robot, things and cameras; and finds them in it.
+"""Builds the MuJoCo model of a task: scene, robot, objects, fixtures, goals and cameras.
 
-Files of robots are made fit by ``robot_adaptation.py``; once built, the things of ``env.scene`` are placed and measured
-by ``scenes.py``.
+``robot_adaptation.py`` adapts robot files. Once the model is compiled, ``scenes.py`` places and measures the things of
+``env.scene``.
 """
 
 import sys
@@ -34,14 +34,14 @@ _SHAPES = {
     "disc": (_GEOM.mjGEOM_CYLINDER, 1),
     "mesh": (_GEOM.mjGEOM_MESH, 1),
 }
-_DISC = 0.001  # half height of a mark on the table
-# Collision bits are those of table.xml: 1 tools, 2 objects, 4 the table; objects touch each other, too.
+_DISC = 0.001  # half height of a goal marker on the table, in metres
+# Collision bits as in table.xml: 1 tools, 2 objects, 4 the table. Objects also collide with each other.
 _OBJECT, _TOUCHES = 2, 6
-_TOUCHED = 3  # what touches something fixed
+_TOUCHED = 3  # what collides with a fixed object
 
 
 class SceneBuilder:
-    """Builds the models of tasks from their ``scene_file``, ``robot`` and ``env.scene``."""
+    """Builds models from a task's ``scene_file``, ``robot`` and ``env.scene``."""
 
     @staticmethod
     def build_model(task: type[Task], cfg: GymCfg) -> mujoco.MjModel:
@@ -60,17 +60,17 @@ class SceneBuilder:
 
     @staticmethod
     def place_scene(cfg: GymCfg, physics: Physics) -> PlacedScene:
-        """Return the things of the config in the model."""
+        """Return the things of ``env.scene`` in the model."""
         return PlacedScene(cfg.env.scene, physics)
 
     @staticmethod
     def open_cameras(cfg: GymCfg, model: mujoco.MjModel, varied: bool) -> Cameras:
-        """Return the cameras of the model, and those of the config that observe."""
+        """Return the cameras of the model and of the observations."""
         return Cameras(model, cfg.env.observations.cameras, varied)
 
 
 def _scene_path(task: type[Task]) -> Path:
-    """Return where the ``scene_file`` of a task is, relative to the module of the class that names it."""
+    """Return the path of a task's ``scene_file``, relative to the module of the class that defines it."""
     owner = next(base for base in task.__mro__ if "scene_file" in vars(base))
     module = getattr(sys.modules.get(owner.__module__), "__file__", None)
     beside = Path(module or ".").resolve().parent / task.scene_file
@@ -88,9 +88,9 @@ def build_model(
     furnish: Callable[[mujoco.MjSpec], None] | None = None,
     finish: Callable[[mujoco.MjSpec], None] | None = None,
 ) -> mujoco.MjModel:
-    """Compile the model of a scene (a file of ``assets/``, or a path), the robot with its tool, and ``cameras``.
+    """Compile a scene (a file of ``assets/``, or a path) with the robot, its tool and ``cameras``.
 
-    ``furnish`` adds what else is in the scene, and ``finish`` what belongs to all of it, the robot included.
+    ``furnish`` adds to the scene before the robot is attached, and ``finish`` afterwards.
     """
     spec = read_spec(ASSETS / scene)
     if furnish is not None:
@@ -107,16 +107,16 @@ def build_model(
 
 
 def add_robot(spec: mujoco.MjSpec, robot: RobotCfg) -> None:
-    """Put the robot of a config, or its several arms, into the spec of a scene."""
+    """Attach the robot of a config, with all its arms, to a scene."""
     for part in split_robot(robot):
         child, _ = adapted(part)
-        child.option = spec.option  # the scene's, so that there is nothing to disagree about
+        child.option = spec.option  # avoids conflicts with the scene's options
         pos, quat = base_pose(part.cfg)
         spec.attach(child, frame=spec.worldbody.add_frame(pos=pos, quat=quat), prefix=part.prefix)
 
 
 def furnish(spec: mujoco.MjSpec, cfg: SceneCfg) -> None:
-    """Build the objects, fixtures, goals of a scene into a model that is not compiled yet."""
+    """Add the objects, fixtures and goals of ``env.scene`` to a model that is not compiled yet."""
     kinds = {"body": spec.bodies, "geom": spec.geoms, "site": spec.sites, "joint": spec.joints, "mesh": spec.meshes}
     taken = {part.name: kind for kind, parts in reversed(kinds.items()) for part in parts}
     for name, thing in things(cfg).items():
@@ -133,7 +133,7 @@ def furnish(spec: mujoco.MjSpec, cfg: SceneCfg) -> None:
 
 
 def add_views(spec: mujoco.MjSpec, cfg: SceneCfg) -> None:
-    """Add the cameras of a scene to a model that has all its bodies; one of the same name is replaced."""
+    """Add the cameras of ``env.scene`` to a model with all its bodies; a camera of the same name is replaced."""
     for name, view in cfg.cameras.items():
         if view is not None:
             _add_view(spec, name, view)
@@ -168,7 +168,7 @@ def _add_object(spec: mujoco.MjSpec, name: str, cfg: ObjectCfg) -> None:
         shape = {"type": kind, "meshname": f"{name}_mesh"}
     if not cfg.fixed:
         body.add_freejoint(name=name)
-    rolls = cfg.shape in ("sphere", "cylinder", "capsule")  # friction against it lets a ball come to rest
+    rolls = cfg.shape in ("sphere", "cylinder", "capsule")  # rolling friction brings them to rest
     bits = (0, _TOUCHED) if cfg.fixed else (_OBJECT, _TOUCHES)
     contype, conaffinity = bits if cfg.collides else (0, 0)
     body.add_geom(

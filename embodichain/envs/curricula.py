@@ -1,4 +1,4 @@
-"""Ranges that follow a curriculum: they move from one to another with the success or the steps of each env.
+"""Curricula: ranges that move from one interval to another with the success rate or the steps of each env.
 
 ::
 
@@ -6,8 +6,8 @@
         "y": {"curriculum": {"by": "success", "from": [0, 0], "to": [-0.2, 0.2], "between": [0.3, 0.8]}}
     }
 
-Every env follows the curriculum by itself: what it draws does not depend on how many envs there are or which process
-simulates them, and its progress is a row of the environment's state. A range moves between episodes only.
+Every env follows the curriculum independently: its samples do not depend on ``num_envs`` or on the process, and its
+progress is part of the environment's state. A range moves between episodes only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,9 +21,9 @@ from embodichain.config.classes import Config, Number, Positive, configclass, is
 from embodichain.errors import ConfigError, nearest
 
 _WRITTEN = {"by": "by", "from": "start", "to": "end", "between": "between", "episodes": "episodes"}
-"""What a config calls the fields; ``from`` is a word of Python."""
+"""Keys in a config and the fields they set; ``from`` is a keyword of Python."""
 Bounds = tuple[float | Tensor, float | Tensor]
-"""Lower and upper end: numbers, or one row per env ``[n, k]``."""
+"""Lower and upper bound: numbers, or tensors ``[n, k]``."""
 
 
 def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
@@ -37,22 +37,22 @@ _Pair = Annotated[tuple[Number, Number], AfterValidator(_ordered)]
 
 @configclass(frozen=True)
 class CurriculumCfg(Config):
-    """How a range moves."""
+    """Movement of a range."""
 
     by: Literal["success", "steps"]
-    """The running success of the env's episodes, or the number of steps it has taken."""
+    """``success``: the running success rate of the env's episodes; ``steps``: the number of steps it has taken."""
     start: _Pair
-    """The range at the beginning (``from``)."""
+    """The initial range (``from``)."""
     end: _Pair
-    """The range at the end (``to``)."""
+    """The final range (``to``)."""
     between: tuple[Number, Number]
-    """Success, or steps, at which the range begins to move, and at which it has arrived."""
+    """Success rate or steps at which the range starts to move, and at which it reaches the final range."""
     episodes: Annotated[int, Field(ge=1, le=10_000)] = 10
-    """The running success forgets with this number of episodes: each counts ``1 / episodes``."""
+    """Window of the running success rate, an exponential average: each episode has weight ``1 / episodes``."""
 
 
 class MovingRange(tuple[float, float]):
-    """A range that follows a curriculum; as a tuple, the bounds of all that it may ever be."""
+    """A range that follows a curriculum; as a tuple, it is the union of all its positions."""
 
     curriculum: CurriculumCfg
 
@@ -75,12 +75,12 @@ class MovingRange(tuple[float, float]):
         return not self == other
 
     def to_data(self) -> dict[str, Any]:
-        """Return what a config says."""
+        """Return the range as written in a config."""
         return {"curriculum": {word: getattr(self.curriculum, field) for word, field in _WRITTEN.items()}}
 
 
 def _read(value: Any, check: Any) -> Any:
-    """Read a range: two numbers, or ``{"curriculum": {...}}`` whose ranges are such, too."""
+    """Parse a range: two numbers, or ``{"curriculum": {...}}``."""
     if isinstance(value, MovingRange):
         check(tuple(value))
         return value
@@ -108,13 +108,13 @@ def _read(value: Any, check: Any) -> Any:
 
 
 Range = Annotated[tuple[Number, Number], AfterValidator(_ordered), WrapValidator(_read)]
-"""``[low, high]``, or a curriculum from one such range to another."""
+"""``[low, high]``, or a curriculum between two such ranges."""
 PositiveRange = Annotated[tuple[Positive, Positive], AfterValidator(_ordered), WrapValidator(_read)]
-"""The same, of positive numbers."""
+"""A ``Range`` of positive numbers."""
 
 
 def moving_ranges(tree: Any, path: str = "") -> Iterator[tuple[str, MovingRange]]:
-    """Yield all ranges of a config that follow a curriculum, with their paths."""
+    """Yield the path and the range of every curriculum in a config."""
     if isinstance(tree, MovingRange):
         yield path, tree
     elif is_config(tree):
@@ -129,75 +129,75 @@ def moving_ranges(tree: Any, path: str = "") -> Iterator[tuple[str, MovingRange]
 
 
 class Curricula:
-    """How far each env has come, and where its ranges are."""
+    """Tracks the progress of each env, and computes the current bounds of its ranges."""
 
     def __init__(self, num_envs: int, device: torch.device, final: bool = False) -> None:
-        """``final`` keeps all ranges at their ends, for evaluation."""
+        """``final`` keeps all ranges at their final bounds, for evaluation."""
         self._final = final
         self._ranges: dict[str, MovingRange] = {}
         self._keys: dict[str, str] = {}
-        self._asked: set[MovingRange] = set()
+        self._used: set[MovingRange] = set()
         self._windows: dict[int, int] = {}
         self._like = torch.zeros(num_envs, dtype=torch.float64, device=device)
         self._state: dict[str, Tensor] = {}
 
     @property
     def active(self) -> bool:
-        """Whether any range moves."""
+        """Whether any range follows a curriculum."""
         return bool(self._state)
 
     @property
     def needs_success(self) -> list[str]:
-        """Names of the ranges that follow success."""
+        """Names of the ranges that follow the success rate."""
         return [name for name, given in self._ranges.items() if given.curriculum.by == "success"]
 
     def add(self, tree: Any, path: str, key: str, used: bool = False) -> None:
-        """Let all ranges of a config at ``key`` move; their names begin with ``path``.
+        """Register all ranges of the config at ``key``; their names start with ``path``.
 
-        ``used``: they are known to be drawn from, see :meth:`check`.
+        ``used`` marks them as sampled from, see :meth:`check`.
         """
         for inside, given in moving_ranges(tree):
             name = f"{path}.{inside}" if path else inside
             self._ranges[name], self._keys[name] = given, f"{key}.{inside}"
             if used:
-                self._asked.add(given)
+                self._used.add(given)
             if not self._final:
                 self._windows.setdefault(given.curriculum.episodes, len(self._windows))
         count = len(self._windows)
-        if count:  # success by number of episodes, then steps; those that the present episode goes by; who has ended
+        if count:  # success rate per window, then steps; values that the current episode uses; ended envs
             rows = self._like.new_zeros(self._like.shape[0], count + 1)
             ended = torch.zeros_like(self._like, dtype=torch.bool)
             self._state = {"now": rows, "latched": rows.clone(), "ended": ended}
 
     def check(self, has_success: bool) -> None:
-        """Raise ``ConfigError`` for ranges that nobody draws from, and for success where there is none."""
+        """Raise ``ConfigError`` for ranges that are never sampled from, and for success in a task without it."""
         problems = [
             f"{self._keys[name]}: the task takes this range as it is, so that it cannot follow a curriculum; "
             "give [low, high]"
             for name, given in self._ranges.items()
-            if given not in self._asked
+            if given not in self._used
         ]
         if not has_success:
-            told = "the task has no success to follow"
-            problems += [f"{self._keys[name]}.curriculum.by: {told}; use steps" for name in self.needs_success]
+            problem = "the task has no success to follow; use steps"
+            problems += [f"{self._keys[name]}.curriculum.by: {problem}" for name in self.needs_success]
         if problems:
             raise ConfigError(problems)
 
     def bounds(self, given: tuple[float, float], env_ids: Tensor) -> Bounds:
-        """Return the present ends of a range, ``[n, 1]`` each if they move."""
+        """Return the current bounds of a range, ``[n, 1]`` each if it follows a curriculum."""
         if not isinstance(given, MovingRange):
             return given
-        self._asked.add(given)
+        self._used.add(given)
         start, end = given.curriculum.start, given.curriculum.end
         if self._final or not self._state:
             return end
         share = self._progress(given, env_ids).unsqueeze(1)
         return start[0] + (end[0] - start[0]) * share, start[1] + (end[1] - start[1]) * share
 
-    def note(self, ended: Tensor, success: Tensor | None) -> None:
-        """Take in one step: which envs ended an episode with it, and which of them succeeded, ``[num_envs]`` each.
+    def record(self, ended: Tensor, success: Tensor | None) -> None:
+        """Record one step: which envs ended their episode, and which of them succeeded, ``[num_envs]`` each.
 
-        What an env does between the end of its episode and its reset counts no more.
+        Steps between the end of an episode and its reset are not counted.
         """
         now, before = self._state["now"], self._state["ended"]
         now[:, -1] += (~before).to(now.dtype)
@@ -208,27 +208,27 @@ class Curricula:
         before |= ended
 
     def begin(self, chosen: Tensor) -> None:
-        """Let the ranges of the episodes after the present ones move, in envs ``[num_envs]`` that have just begun."""
+        """Update the bounds used by the next episodes of the envs ``chosen`` ``[num_envs]``, which were just reset."""
         latched = self._state["latched"]
         latched.copy_(torch.where(chosen.unsqueeze(1), self._state["now"], latched))
         self._state["ended"] &= ~chosen
 
     def clear(self, env_ids: Tensor) -> None:
-        """Begin anew in these envs."""
+        """Reset the progress of these envs."""
         for value in self._state.values():
             value[env_ids] = 0
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return the way that each range has come, 0 to 1 ``[num_envs]``."""
-        everyone = torch.arange(self._like.shape[0], device=self._like.device)
-        return {f"curriculum/{name}": self._progress(r, everyone).float() for name, r in self._ranges.items()}
+        """Return the progress of each range in [0, 1], ``[num_envs]`` each."""
+        all_ids = torch.arange(self._like.shape[0], device=self._like.device)
+        return {f"curriculum/{name}": self._progress(r, all_ids).float() for name, r in self._ranges.items()}
 
     def origin(self) -> Tensor:
-        """Return what the ranges of the next episodes follow from, as int64 ``[num_envs, k]``."""
+        """Return the values that determine the ranges of the next episodes, as int64 ``[num_envs, k]``."""
         return self._state["latched"].view(torch.int64)
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of what changes, ``[num_envs, ...]`` each."""
+        """Return a copy of the state, ``[num_envs, ...]`` each."""
         return {name: value.clone() for name, value in self._state.items()}
 
     def set_state(self, env_ids: Tensor, rows: Any) -> None:

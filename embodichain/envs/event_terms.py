@@ -1,4 +1,4 @@
-"""Events that change parameters of the model: friction, masses, joints, actuators and gravity."""
+"""Events that randomise model parameters: friction, masses, joints, actuators and gravity."""
 
 import re
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from embodichain.envs.randomization import Distribution, Draw, EventTerm, Rows, 
 from embodichain.errors import ConfigError, nearest
 
 Names = str | list[str]
-"""Names of things in the model, or regular expressions that match whole names."""
+"""Names of model elements, or regular expressions that match whole names."""
 Operation = Literal["scale", "add", "abs"]
-"""Whether what is drawn multiplies the nominal value, is added to it, or replaces it."""
+"""Whether the sample multiplies the nominal value, is added to it, or replaces it."""
 _OBJECTS = {
     "bodies": mujoco.mjtObj.mjOBJ_BODY,
     "geoms": mujoco.mjtObj.mjOBJ_GEOM,
@@ -27,13 +27,13 @@ FREE = int(mujoco.mjtJoint.mjJNT_FREE)
 
 
 def names_of(model: mujoco.MjModel, kind: str) -> list[str]:
-    """Return the names of all bodies, geoms, joints or actuators, empty where there is none."""
+    """Return the names of all bodies, geoms, joints or actuators; unnamed ones are empty."""
     number = {"bodies": model.nbody, "geoms": model.ngeom, "joints": model.njnt, "actuators": model.nu}[kind]
     return [mujoco.mj_id2name(model, int(_OBJECTS[kind]), index) or "" for index in range(int(number))]
 
 
 def select(world: World, kind: str, chosen: Names | None, where: Sequence[bool] | np.ndarray, what: str) -> list[int]:
-    """Return the numbers of the named things, by default of all where ``where`` holds; the others are errors."""
+    """Return the ids of the named elements (default: all where ``where`` is true); raise ``ConfigError`` for others."""
     return find_names(world, kind, chosen, names_of(world.model, kind), where, what)
 
 
@@ -45,7 +45,7 @@ def find_names(
     where: Sequence[bool] | np.ndarray,
     what: str,
 ) -> list[int]:
-    """Do so for things that have these names."""
+    """Like ``select``, for elements with these names."""
     if chosen is None:
         found = [index for index in range(len(names)) if where[index]]
         if not found:
@@ -60,8 +60,8 @@ def find_names(
             continue
         usable = [index for index in matching if where[index]]
         if not matching:
-            told = f"the scene has no body {pattern!r}" if kind == "body" else f"{pattern!r} matches nothing"
-            problems.append(f"{told}.{nearest(pattern, [name for name in names if name])}")
+            problem = f"the scene has no body {pattern!r}" if kind == "body" else f"{pattern!r} matches nothing"
+            problems.append(f"{problem}.{nearest(pattern, [name for name in names if name])}")
         elif not usable:
             problems.append(f"{pattern!r}: expected {kind} {what}")
         found += [index for index in usable if index not in found]
@@ -71,7 +71,7 @@ def find_names(
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[int]:
-    """Return which names a pattern matches, as a whole or without prefixes such as ``robot/``."""
+    """Return the indices of names that a pattern matches, in full or without prefixes such as ``robot/``."""
     compiled, found = re.compile(pattern), []
     for index, name in enumerate(names):
         parts = name.split("/")
@@ -81,25 +81,37 @@ def _matching(pattern: str, names: Sequence[str]) -> list[int]:
 
 
 def operate(nominal: Any, drawn: Any, operation: Operation) -> Any:
-    """Return a new value for a nominal one."""
+    """Combine a nominal value with a sample."""
     return {"scale": lambda: nominal * drawn, "add": lambda: nominal + drawn, "abs": lambda: 0 * nominal + drawn}[
         operation
     ]()
 
 
+def quaternion_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the rotations ``[..., 4]`` that apply ``b``, then ``a``."""
+    (aw, ax, ay, az), (bw, bx, by, bz) = a.unbind(-1), b.unbind(-1)
+    parts = (
+        aw * bw - ax * bx - ay * by - az * bz,
+        aw * bx + ax * bw + ay * bz - az * by,
+        aw * by - ax * bz + ay * bw + az * bx,
+        aw * bz + ax * by - ay * bx + az * bw,
+    )
+    return torch.stack(parts, dim=-1)
+
+
 def check_positive(world: World, bounds: tuple[float, float], distribution: Distribution) -> None:
-    """Raise ``ConfigError`` for a range that has no logarithm, where one is needed."""
+    """Raise ``ConfigError`` if ``log_uniform`` gets a range that is not positive."""
     if distribution == "log_uniform" and bounds[0] <= 0:
         raise ConfigError(f"{world.key}.params.range: log_uniform needs positive numbers, got {list(bounds)}")
 
 
 class FieldTerm(EventTerm):
-    """Draws elements of one field of the model."""
+    """Randomises elements of one model field."""
 
     replaces = True
 
     def __init__(self, world: World, index: tuple[Any, ...], values: dict[str, Any]) -> None:
-        """``index`` are the elements, without the env; ``values`` are ``range, operation, distribution, shared``."""
+        """``index`` selects elements, without the env axis; ``values``: ``range, operation, distribution, shared``."""
         super().__init__(world)
         field, self._index = self.fields[0], (slice(None), *index)
         self._nominal = world.tensor(np.array(_field(world.model, field)[tuple(_plain(part) for part in index)]))
@@ -110,19 +122,19 @@ class FieldTerm(EventTerm):
             raise ConfigError(f"{world.key}.params.operation: nothing to scale, {field} is 0 there; use add or abs")
 
     def extremes(self) -> tuple[Tensor, Tensor]:
-        """Return the least and the greatest values that can be drawn."""
+        """Return the minimum and maximum values that can be sampled."""
         ends = torch.stack([operate(self._nominal, bound, self.operation) for bound in self.range])
         return ends.amin(dim=0), ends.amax(dim=0)
 
     def require(self, valid: bool, what: str) -> None:
-        """Raise unless the range keeps the model valid."""
+        """Raise ``ConfigError`` unless ``valid``; ``what`` says what is expected."""
         if not valid:
             low, high = (round(float(end), 6) for end in (self.extremes()[0].min(), self.extremes()[1].max()))
             given = f"{list(self.range)} ({self.operation}) gives {low} to {high}"
             raise ConfigError(f"{self.world.key}.params.range: {what}, and {given}")
 
     def sample(self, draw: Draw) -> Tensor:
-        """Return what is drawn, in a shape that broadcasts with the elements, ``[n, ...]``."""
+        """Return samples ``[n, ...]`` that broadcast with the elements."""
         size = 1 if self._shared else max(1, self._nominal.numel())
         drawn = draw.values(self.range, size, self._distribution)
         return drawn.view(-1, *([1] * self._nominal.dim() if self._shared else self._nominal.shape))
@@ -131,7 +143,7 @@ class FieldTerm(EventTerm):
         self.write(rows[self.fields[0]], self.sample(draw))
 
     def write(self, target: Tensor, drawn: Tensor) -> None:
-        """Put new values into rows of the field."""
+        """Write new values into rows of the field."""
         target[self._index] = operate(self._nominal, drawn, self.operation).to(target.dtype)
 
 
@@ -144,7 +156,7 @@ def _plain(part: Any) -> Any:
 
 
 def ids_of(world: World, found: list[int]) -> Any:
-    """Return an index: a slice where numbers follow each other, which needs no kernel of its own."""
+    """Return an index: a slice if the ids are consecutive, which needs no kernel, else a tensor."""
     if found == list(range(found[0], found[-1] + 1)):
         return slice(found[0], found[-1] + 1)
     return torch.tensor(found, device=world.physics.device)
@@ -182,7 +194,7 @@ def _values(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class Mass(FieldTerm):
-    """Mass of bodies; their inertia follows in proportion."""
+    """Mass of bodies; their inertia scales in proportion."""
 
     fields: tuple[str, ...] = ("body_mass", "body_inertia")
 
@@ -234,7 +246,7 @@ class Inertia(FieldTerm):
         low, high = self.extremes()
         self.require(float(low.min()) > 0, "moments of inertia must be positive")
         if per_axis:
-            worst = low.sum(dim=-1, keepdim=True) - low - high  # the two others at their least, this one at its most
+            worst = low.sum(dim=-1, keepdim=True) - low - high  # this axis at its maximum, the others at their minimum
         else:
             ends = torch.stack((low, high))
             worst = ends.sum(dim=-1, keepdim=True) - 2 * ends
@@ -267,8 +279,8 @@ class CenterOfMass(EventTerm):
         simple = [index for index in found if world.model.body_simple[index]]
         if simple and not x == y == z == (0.0, 0.0):
             names = ", ".join(names_of(world.model, "bodies")[index] for index in simple)
-            told = 'whose mass MuJoCo takes for centred; write simple="false" at that <body> of the model'
-            raise ConfigError(f"{world.key}.params.bodies: {names} are simple bodies, {told}")
+            problem = 'whose mass MuJoCo takes for centred; write simple="false" at that <body> of the model'
+            raise ConfigError(f"{world.key}.params.bodies: {names} are simple bodies, {problem}")
         self._index, self._ranges, self._distribution = (slice(None), ids_of(world, found)), (x, y, z), distribution
         self._nominal = world.tensor(np.array(world.model.body_ipos[found]))
 
@@ -280,10 +292,10 @@ class CenterOfMass(EventTerm):
 
 
 class JointTerm(FieldTerm):
-    """Draws a property of joints that must not be negative; every degree of freedom of a joint has its own value."""
+    """Randomises a non-negative property of joints, independently per degree of freedom."""
 
     of_joints: ClassVar[bool] = False
-    """Whether the field has a row per joint, instead of one per degree of freedom."""
+    """Whether the field has one row per joint instead of one per degree of freedom."""
 
     def __init__(
         self,
@@ -315,19 +327,19 @@ class JointFriction(JointTerm):
 
 
 class JointArmature(JointTerm):
-    """Armature of joints: inertia of the rotor as the joint feels it."""
+    """Armature of joints: reflected rotor inertia."""
 
     fields = ("dof_armature",)
 
 
 class JointStiffness(JointTerm):
-    """Stiffness of springs at joints."""
+    """Stiffness of joint springs."""
 
     fields, of_joints = ("jnt_stiffness",), True
 
 
 class ActuatorGains(EventTerm):
-    """Gains of servos: ``kp`` scales stiffness, gain and bias alike, ``kd`` the damping of the servo."""
+    """Gains of servos: ``kp`` scales gain and position bias, ``kd`` the damping."""
 
     replaces = True
     fields = ("actuator_gainprm", "actuator_biasprm")
@@ -349,7 +361,7 @@ class ActuatorGains(EventTerm):
         self._distribution, self._shared, self._count = distribution, shared, len(found)
         self._gain = world.tensor(np.array(model.actuator_gainprm[found]))
         self._bias = world.tensor(np.array(model.actuator_biasprm[found]))
-        # The gain of a velocity servo, which has no stiffness, is its damping.
+        # The gain of a velocity servo, which has no stiffness, counts as damping.
         self._of_velocity = (self._bias[:, 1] == 0) & (self._bias[:, 2] != 0)
 
     def apply(self, rows: Rows, draw: Draw) -> None:
@@ -364,7 +376,7 @@ class ActuatorGains(EventTerm):
 
 
 class ActuatorStrength(EventTerm):
-    """What actuators can do at most: the force range, or the gain of a motor that has none."""
+    """Maximum force of actuators: the force range, or the gain of a motor without one."""
 
     replaces = True
 
@@ -404,7 +416,7 @@ class ActuatorStrength(EventTerm):
 
 
 class Gravity(EventTerm):
-    """Gravity: its magnitude, and an angle by which it leans to a direction that is drawn."""
+    """Magnitude of gravity, and its tilt angle in a random direction."""
 
     replaces = True
     fields = ("opt.gravity",)

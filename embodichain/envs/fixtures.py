@@ -1,9 +1,9 @@
-"""Fixtures: a cabinet with drawers, one with a door, buttons, a block with a hole and its peg, built into a scene.
+"""Builds fixtures into a scene: cabinets with drawers or a door, buttons, a block with a hole and its peg, bins.
 
-A fixture is a mocap body: nothing moves it, and every episode may put it elsewhere (``ResetState.poses``). Its moving
-parts are bodies with one joint each, named ``<fixture>/<part>``, with a site ``<fixture>/<part>`` where it is taken
-hold of. :class:`PartPoint` tells where such a site is. The front of a fixture looks along -x, where the robot stands;
-its origin is on the table, at the middle of its footprint.
+A fixture is a mocap body: it is static, and a reset may place it anew (``ResetState.poses``). Its moving parts are
+bodies with one joint each, named ``<fixture>/<part>``, with a site of the same name at the grasp point;
+:class:`PartPoint` computes the position of that site. The front of a fixture faces -x, towards the robot; its origin is
+on the table, at the centre of its footprint.
 """
 
 import math
@@ -37,19 +37,19 @@ COLORS: dict[Color, Rgba] = {
 }
 _WOOD, _FRONT, _METAL = (0.72, 0.56, 0.40, 1.0), (0.93, 0.91, 0.87, 1.0), (0.62, 0.64, 0.68, 1.0)
 _DARK, _INSIDE = (0.22, 0.23, 0.26, 1.0), (0.80, 0.66, 0.50, 1.0)
-# Collision bits are those of table.xml: tools (1) and objects (2) touch a fixture, its parts do not touch each other.
+# Collision bits as in table.xml: tools (1) and objects (2) collide with a fixture; its parts do not with each other.
 _TOUCHED = 3
 _UNTOUCHED = 0
-_GAP = 0.004  # between fronts
-_DEEP = 0.012  # how far behind a handle's axis the tool's tip goes to hold it
-_HIDDEN = 3  # group of geoms that are not drawn
+_GAP = 0.004  # between fronts, in metres
+_DEEP = 0.012  # distance of the tool tip behind a handle's axis when grasping, in metres
+_HIDDEN = 3  # group of geoms that are not rendered
 
 _GEOM = mujoco.mjtGeom
 _BOX, _CAPSULE, _CYLINDER = int(_GEOM.mjGEOM_BOX), int(_GEOM.mjGEOM_CAPSULE), int(_GEOM.mjGEOM_CYLINDER)
 
 
 def add_fixture(spec: mujoco.MjSpec, name: str, cfg: Fixture) -> None:
-    """Build a fixture into a scene, as a body of this name."""
+    """Add a fixture to a scene, as a body of this name."""
     if isinstance(cfg, PegCfg):
         _add_peg(spec, name, cfg)
         return
@@ -70,7 +70,7 @@ def add_fixture(spec: mujoco.MjSpec, name: str, cfg: Fixture) -> None:
 
 
 class _Part:
-    """A body of a fixture, to which geoms and moving parts are added; materials are made once per fixture."""
+    """A body of a fixture; adds geoms and moving parts, and shares materials within the fixture."""
 
     def __init__(self, spec: mujoco.MjSpec, body: mujoco.MjsBody, fixture: str) -> None:
         self._spec, self.body, self._fixture = spec, body, fixture
@@ -78,7 +78,7 @@ class _Part:
     def geom(
         self, kind: int, size: list[float], pos: list[float], rgba: Rgba, touched: int = _TOUCHED, **rest: Any
     ) -> None:
-        """Add a geom; ``touched`` are the bits of what it collides with."""
+        """Add a geom; ``touched`` are the collision bits of what it collides with."""
         self.body.add_geom(
             type=kind, size=size, pos=pos, material=self._material(rgba), contype=0, conaffinity=touched, mass=0, **rest
         )
@@ -89,7 +89,7 @@ class _Part:
         self.geom(_BOX, size, [0.5 * (a + b) for a, b in zip(low, high, strict=True)], rgba, touched, **rest)
 
     def bar(self, cfg: HandleCfg, at: list[float], vertical: bool, rgba: Rgba) -> None:
-        """Add a handle whose bar has its middle ``at`` this point, held by posts along +x."""
+        """Add a handle with the centre of its bar ``at`` this point, held by posts along +x."""
         along = [0.0, 0.0, 1.0] if vertical else [0.0, 1.0, 0.0]
         reach = 0.5 * cfg.length - cfg.radius
         ends = [[p + sign * reach * a for p, a in zip(at, along, strict=True)] for sign in (-1.0, 1.0)]
@@ -99,7 +99,7 @@ class _Part:
             self.geom(_CAPSULE, [0.75 * cfg.radius, 0, 0], [0, 0, 0], rgba, _UNTOUCHED, fromto=end + root)
 
     def moving(self, part: str, pos: list[float], mass: float, half: list[float], center: list[float]) -> "_Part":
-        """Add a part that moves, with the mass and inertia of a box of half sizes ``half`` about ``center``."""
+        """Add a moving part with the mass and inertia of a box of half sizes ``half`` about ``center``."""
         x, y, z = (h * h for h in half)
         inertia = [mass / 3.0 * (y + z), mass / 3.0 * (x + z), mass / 3.0 * (x + y)]
         body = self.body.add_body(
@@ -109,13 +109,13 @@ class _Part:
             ipos=center,
             inertia=inertia,
             explicitinertial=True,
-            gravcomp=1,  # slides and hinges carry it
+            gravcomp=1,  # supported by its slides or hinges
         )
         return _Part(self._spec, body, self._fixture)
 
     def joint(self, part: str, kind: int, axis: list[float], limit: float, **rest: Any) -> None:
-        """Give the part its joint, from 0 to ``limit``, in metres or radians."""
-        if kind == int(mujoco.mjtJoint.mjJNT_HINGE) and self._spec.compiler.degree:  # the scene's unit of angles
+        """Add the joint of the part, from 0 to ``limit``, in metres or radians."""
+        if kind == int(mujoco.mjtJoint.mjJNT_HINGE) and self._spec.compiler.degree:  # the angle unit of the scene
             limit = math.degrees(limit)
         stiff = {"solref_limit": [0.01, 1.0], "limited": int(mujoco.mjtLimited.mjLIMITED_TRUE)}
         self.body.add_joint(
@@ -123,7 +123,7 @@ class _Part:
         )
 
     def site(self, part: str, pos: list[float]) -> None:
-        """Mark the point where the part is taken hold of."""
+        """Mark the grasp point of the part."""
         self.body.add_site(name=f"{self._fixture}/{part}", pos=pos, size=[0.006, 0.006, 0.006], group=4)
 
     def _material(self, rgba: Rgba) -> str:
@@ -152,7 +152,7 @@ def _add_drawers(cabinet: _Part, cfg: DrawersCfg) -> None:
     if cfg.travel > depth - 0.02:
         raise AssetError(f"a drawer of travel {cfg.travel} falls out of a cabinet of depth {depth}: shorten its travel")
     _add_shell(cabinet, depth, width, cfg.base, cfg.drawers * height + 0.012)
-    side, wall, thick = 0.5 * width - 0.016, 0.006, 0.016  # of the drawers' boxes
+    side, wall, thick = 0.5 * width - 0.016, 0.006, 0.016  # of the drawer boxes
     for i in range(cfg.drawers):
         name, bottom, top = f"drawer_{i}", 0.5 * _GAP, height - 0.5 * _GAP
         middle = 0.5 * height
@@ -190,7 +190,7 @@ def _add_door(cabinet: _Part, cfg: DoorCfg) -> None:
         "door", origin, cfg.mass, [0.5 * thick, 0.5 * width, 0.5 * height],
         [-0.5 * thick, -sign * 0.5 * width, 0.5 * height],
     )  # fmt: skip
-    # A door hung at +y turns its free edge from -y towards -x: clockwise, seen from above.
+    # A door with hinges at +y opens its free edge from -y towards -x: clockwise, seen from above.
     door.joint(
         "door", int(mujoco.mjtJoint.mjJNT_HINGE), [0, 0, -sign], cfg.angle, damping=cfg.damping,
         frictionloss=cfg.friction, armature=0.01,
@@ -207,7 +207,7 @@ def _add_buttons(console: _Part, cfg: ButtonsCfg) -> None:
     margin = cfg.radius + 0.022
     wide = margin + 0.5 * (count - 1) * cfg.spacing
     console.box([-margin, -wide, 0], [margin, wide, cfg.height], _DARK)
-    cap = cfg.travel + 0.008  # what stands out of the console, so that a pressed button still does
+    cap = cfg.travel + 0.008  # height above the console; a pressed button still protrudes
     for i, color in enumerate(cfg.colors):
         name, y = f"button_{i}", (0.5 * (count - 1) - i) * cfg.spacing
         console.geom(_CYLINDER, [cfg.radius + 0.007, 0.003, 0], [0, y, cfg.height + 0.002], _METAL, _UNTOUCHED)
@@ -217,7 +217,7 @@ def _add_buttons(console: _Part, cfg: ButtonsCfg) -> None:
             stiffness=cfg.stiffness, armature=0.02,
         )  # fmt: skip
         button.geom(_CYLINDER, [cfg.radius, 0.5 * cap, 0], [0, 0, 0.5 * cap], COLORS[color], _UNTOUCHED)
-        # It is drawn round and touched as a box of the same area, whose contacts are simpler.
+        # Rendered as a cylinder, but collides as a box of the same area, which has simpler contacts.
         side = 0.5 * math.sqrt(math.pi) * cfg.radius
         button.geom(_BOX, [side, side, 0.5 * cap], [0, 0, 0.5 * cap], COLORS[color], group=_HIDDEN)
         button.site(name, [0, 0, cap])
@@ -232,7 +232,7 @@ def _add_hole(block: _Part, cfg: HoleCfg) -> None:
     block.box([-out, -out, 0], [-hole, out, cfg.depth], _METAL, **friction)
     block.box([-hole, hole, 0], [hole, out, cfg.depth], _METAL, **friction)
     block.box([-hole, -out, 0], [hole, -hole, cfg.depth], _METAL, **friction)
-    rim = 0.006  # a dark frame round the hole, which is drawn only
+    rim = 0.006  # a dark frame around the hole, visual only
     for low, high in (
         ([hole, -hole - rim], [hole + rim, hole + rim]),
         ([-hole - rim, -hole - rim], [-hole, hole + rim]),
@@ -282,9 +282,9 @@ def turn(quat: Tensor, vector: Tensor) -> Tensor:
 
 
 class PartPoint:
-    """A site of a fixture: where it is, for the fixture's pose and its part's joint position, both batched.
+    """A site of a fixture: computes its position from batched fixture poses and joint positions.
 
-    Read off the model: the site belongs to the fixture itself, or to a part that one slide or hinge connects with it.
+    The site belongs to the fixture itself, or to a part attached to it by one slide or hinge.
     """
 
     def __init__(self, model: mujoco.MjModel, site: str, device: torch.device | str = "cpu") -> None:
@@ -294,13 +294,13 @@ class PartPoint:
         if model.body_mocapid[root.id] < 0 or (moves and (int(body.jntnum[0]) != 1 or body.quat[0] != 1.0)):
             raise AssetError(f"site {site!r}: expected one of a fixture, or of an unturned part of one with one joint")
         self.fixture = root.name
-        """The mocap body that the pose belongs to."""
+        """The mocap body of the fixture."""
         self.qpos: int = -1
-        """Where the joint's position is in ``qpos``; -1 for a point that does not move with a joint."""
+        """Address of the joint in ``qpos``; -1 for a static point."""
         self.qvel: int = -1
-        """And its velocity in ``qvel``."""
+        """Address of the joint in ``qvel``."""
         self.limit = 0.0
-        """Where the joint ends."""
+        """Upper limit of the joint."""
         self._hinged = False
         base, slide, lever, across = np.array(model.site(site).pos), np.zeros(3), np.zeros(3), np.zeros(3)
         if moves:
@@ -308,7 +308,7 @@ class PartPoint:
             self.qpos, self.qvel = int(joint.qposadr[0]), int(joint.dofadr[0])
             self.limit, axis = float(joint.range[1]), np.array(joint.axis)
             self._hinged = int(joint.type[0]) == int(mujoco.mjtJoint.mjJNT_HINGE)
-            if self._hinged:  # the part of the lever along the axis stays, the rest turns
+            if self._hinged:  # the component of the lever along the axis is constant, the rest rotates
                 lever = base - joint.pos
                 lever -= axis * (lever @ axis)
                 base, across = base - lever, np.cross(axis, lever)
@@ -319,9 +319,9 @@ class PartPoint:
         self._base, self._slide, self._lever, self._across = torch.tensor(vectors, dtype=torch.float32, device=device)
 
     def position(self, pos: Tensor, quat: Tensor, joint: Tensor | None = None) -> Tensor:
-        """Return the point ``[n, 3]`` of fixtures at ``pos`` ``[n, 3]``, turned by ``quat`` ``[n, 4]``, in the world.
+        """Return the site's positions ``[n, 3]`` in the world.
 
-        ``joint`` ``[n]`` are the positions of the part's joint (default: 0).
+        ``pos`` ``[n, 3]``, ``quat`` ``[n, 4]`` are fixture poses, ``joint`` ``[n]`` the part's positions (default: 0).
         """
         point = self._base + self._lever
         if joint is not None:

@@ -1,6 +1,6 @@
-"""Which OpenGL backend draws: a broken driver may crash the process that tries it, so each is tried in one of its own.
+"""Selects the OpenGL backend. A broken driver may crash the process, so each backend is tried in a separate process.
 
-The result goes into ``MUJOCO_GL``, which MuJoCo's C library and every child process read.
+The result is stored in ``MUJOCO_GL``, which MuJoCo's C library and all child processes read.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 from embodichain.errors import RenderingError
 
 FOUND_VARIABLE = "EMBODICHAIN_GL"
-"""Names the backend that a parent process found to work, so that its children need not try again."""
+"""Names the backend that a parent process selected, so that its children need not try again."""
 
 INSTALL_HINT = (
     "Install one of these system packages (Debian/Ubuntu names): libosmesa6 (draws on the CPU), or libegl1 with "
@@ -21,7 +21,7 @@ INSTALL_HINT = (
 _BACKENDS = {"linux": ("egl", "osmesa", "glfw"), "darwin": ("cgl", "glfw"), "win32": ("glfw",)}
 _AUTOMATIC = ("", "enable", "enabled", "on", "true", "1")
 _DISABLED = ("disable", "disabled", "off", "false", "0")
-_ALIASES = {"glx": "glfw", "wgl": "glfw"}  # these names of MuJoCo's mean a (hidden) GLFW window
+_ALIASES = {"glx": "glfw", "wgl": "glfw"}  # MuJoCo's names for a hidden GLFW window
 _PROBE_SECONDS = 60.0
 _PROBE = """
 import sys, mujoco
@@ -40,7 +40,7 @@ _failure: str | None = None
 
 
 def choose_backend() -> str:
-    """Return a GL backend that works or raise ``RenderingError``; one named in ``MUJOCO_GL`` is the only one tried."""
+    """Return a working GL backend or raise ``RenderingError``; if ``MUJOCO_GL`` is set, only that one is tried."""
     global _found, _failure
     if _failure is not None:
         raise RenderingError(_failure)
@@ -51,35 +51,35 @@ def choose_backend() -> str:
             _failure = str(error)
             raise
         os.environ["MUJOCO_GL"] = os.environ[FOUND_VARIABLE] = _found
-        # Mesa renders small images faster without helper threads, one per core and worker (benchmarks/rendering.py).
+        # Mesa renders small images faster without its helper threads (benchmarks/rendering.py).
         os.environ.setdefault("LP_NUM_THREADS", "0")
-        os.environ.setdefault("EGL_LOG_LEVEL", "fatal")  # no warnings about GPUs that are not ours to open
+        os.environ.setdefault("EGL_LOG_LEVEL", "fatal")  # no warnings about GPUs without permission
         if _found == "osmesa":
-            # Its shader cache starts a thread, and a forked child then waits for that thread for ever when it exits.
+            # The shader cache starts a thread, for which a forked child would wait forever at exit.
             os.environ.setdefault("MESA_SHADER_CACHE_DISABLE", "true")
     return _found
 
 
 def _candidates() -> tuple[str, ...]:
     """Return the backends to try, best first."""
-    wish = os.environ.get("MUJOCO_GL", "").lower().strip()
+    requested = os.environ.get("MUJOCO_GL", "").lower().strip()
     known = _BACKENDS.get(sys.platform, ("glfw",))
-    if wish in _DISABLED:
+    if requested in _DISABLED:
         raise RenderingError(
-            f"rendering is switched off by MUJOCO_GL={wish}: unset the variable to draw. {INSTALL_HINT}"
+            f"rendering is switched off by MUJOCO_GL={requested}: unset the variable to draw. {INSTALL_HINT}"
         )
-    if wish in _AUTOMATIC:
-        loaded = os.environ.get("PYOPENGL_PLATFORM", "").lower()  # PyOpenGL knows one platform per process
+    if requested in _AUTOMATIC:
+        loaded = os.environ.get("PYOPENGL_PLATFORM", "").lower()  # PyOpenGL supports one platform per process
         if loaded in known:
             return (loaded,)
         screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
         return tuple(name for name in known if name != "glfw" or screen)
-    wish = _ALIASES.get(wish, wish)
-    if wish not in known:
+    requested = _ALIASES.get(requested, requested)
+    if requested not in known:
         raise RenderingError(
-            f"MUJOCO_GL={wish!r} is no backend of this system: expected one of {', '.join(known)}, or unset"
+            f"MUJOCO_GL={requested!r} is no backend of this system: expected one of {', '.join(known)}, or unset"
         )
-    return (wish,)
+    return (requested,)
 
 
 def _search(candidates: tuple[str, ...]) -> str:
@@ -100,7 +100,7 @@ def _search(candidates: tuple[str, ...]) -> str:
 
 
 def probe(backend: str) -> str | None:
-    """Render one small image in a process of its own; return what went wrong, or ``None``."""
+    """Render one small image in a separate process; return the error, or ``None``."""
     env = {k: v for k, v in os.environ.items() if k != "PYOPENGL_PLATFORM"} | {"MUJOCO_GL": backend}
     command = [sys.executable, "-P", "-c", _PROBE]
     try:
@@ -112,6 +112,6 @@ def probe(backend: str) -> str | None:
     if done.returncode < 0:
         return f"the driver crashed ({signal.Signals(-done.returncode).name})"
     lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    if "'NoneType' object has no attribute" in lines[-1]:  # how PyOpenGL puts it
+    if "'NoneType' object has no attribute" in lines[-1]:  # PyOpenGL's error message
         return "its library is not installed"
     return lines[-1][:200]

@@ -1,7 +1,7 @@
-"""Grippers: what drives the fingers, which end of its range is open, and how wide they are apart.
+"""Analyses grippers: their actuators, the controls at which they are open and closed, and the gap of the fingers.
 
-Fingers may be driven one by one, by one motor through a tendon, or by one that the others follow through equality
-constraints, and "open" may be either end of a range. So it is tried out in a short simulation of the robot alone.
+Fingers may be driven individually, by one motor through a tendon, or by one that the others follow through equality
+constraints, and either end of the control range may be "open". A short simulation of the robot alone finds out.
 """
 
 import mujoco
@@ -12,15 +12,15 @@ from embodichain.envs.robot_model import below, site_frame
 from embodichain.envs.robots import ArmParts, Grip, actuators_of, drive_kind
 from embodichain.errors import ConfigError
 
-_SECONDS = 1.0  # in which a gripper is open or closed
-_NEARLY = 0.9  # cosine of the angle to an axis of the tool below which fingers are thought to move along it
-_HEAVY = 1e6  # inertia of the arm's joints while its gripper is tried
-_TOWARDS = 0.7  # share of its way by which a finger comes nearer to a jaw
-_FAR = 1.0  # metres beyond which the distance of two fingers is not measured
+_SECONDS = 1.0  # simulated time to open or close a gripper
+_NEARLY = 0.9  # cosine of the angle between closing direction and a tool axis above which they count as equal
+_HEAVY = 1e6  # inertia of the arm's joints during the trial
+_TOWARDS = 0.7  # fraction of its travel by which a finger approaches a fixed jaw
+_FAR = 1.0  # metres; larger distances between geoms are not measured
 
 
 def known_grip(model: mujoco.MjModel, parts: ArmParts) -> Grip:
-    """Return the grip of a tool whose fingers have a servo each and are closed at their lower limits."""
+    """Return the grip of a tool whose fingers have one servo each and close at their lower limits."""
     joints = [model.joint(name) for name in parts.fingers]
     low, high = ([float(joint.range[i]) for joint in joints] for i in (0, 1))
     drives = [model.actuator(actuators_of(model, joint.id)[0]).name for joint in joints]
@@ -28,7 +28,7 @@ def known_grip(model: mujoco.MjModel, parts: ArmParts) -> Grip:
 
 
 def try_grip(model: mujoco.MjModel, parts: ArmParts, cfg: ArmCfg, key: str) -> Grip:
-    """Open and close a gripper in a simulation without weight and contacts, and return what was found."""
+    """Open and close a gripper in a simulation without gravity and contacts, and return the result."""
     trial = _Trial(model, parts)
     if not trial.actuators:
         raise ConfigError(f"{key}.gripper: nothing drives {', '.join(parts.fingers)}; set {key}.servos to true")
@@ -54,7 +54,7 @@ def try_grip(model: mujoco.MjModel, parts: ArmParts, cfg: ArmCfg, key: str) -> G
             f"set {key}.gripper to [] to go without"
         )
     pads = trial.pads(sides)
-    if pads is None:  # one finger, against a jaw that stays; without one, how far it travels
+    if pads is None:  # one finger against a fixed jaw; without a jaw, its travel counts
         travel = float(np.linalg.norm(trial.centres() - centres, axis=1).max())
         near = trial.to_jaws()
         trial.settle(np.array(opened))
@@ -78,7 +78,7 @@ def try_grip(model: mujoco.MjModel, parts: ArmParts, cfg: ArmCfg, key: str) -> G
 
 
 def closing_axis(model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts) -> np.ndarray | None:
-    """Return the direction in which the fingers are apart, in the site's frame and across the tool's axis."""
+    """Return the direction between the fingers, orthogonal to the tool's axis, in the site's frame."""
     trial = _Trial(model, parts)
     trial.data = data
     position, rotation, _ = site_frame(model, data, parts)
@@ -93,11 +93,11 @@ def closing_axis(model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts) ->
         return None
     across, largest = across / size, int(np.argmax(np.abs(across)))
     straight = np.sign(across[largest]) * np.eye(3)[largest]
-    return straight if across @ straight > _NEARLY else across  # fingers are rarely quite the same shape
+    return straight if across @ straight > _NEARLY else across  # fingers may differ slightly in shape
 
 
 class _Trial:
-    """The robot alone, weightless, and nothing touches anything."""
+    """A simulation of the robot alone, without gravity and contacts."""
 
     def __init__(self, model: mujoco.MjModel, parts: ArmParts) -> None:
         self.model, self.parts, self.data = model, parts, mujoco.MjData(model)
@@ -111,7 +111,7 @@ class _Trial:
         self._still = [int(model.joint(name).dofadr[0]) for name in parts.joints]
 
     def _branch(self, body: int) -> int:
-        """Return the finger that a body is a part of: the uppermost body that a joint of the hand moves."""
+        """Return the finger that a body belongs to: its topmost ancestor moved by a joint of the hand."""
         found, last = body, self.model.body(self.parts.body).id
         while body != last and body:
             found = body if self.model.body_jntnum[body] else found
@@ -119,7 +119,7 @@ class _Trial:
         return found
 
     def ranges(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ends of the actuators' controls."""
+        """Return the lower and upper control limits of the actuators."""
         low, high = [], []
         for i in self.actuators:
             model, joint = self.model, int(self.model.actuator_trnid[i, 0])
@@ -134,13 +134,13 @@ class _Trial:
         return np.array(low), np.array(high)
 
     def settle(self, controls: np.ndarray) -> float:
-        """Hold these controls until the gripper is at rest; return how far the fingers are from the tool's axis."""
+        """Hold these controls until the gripper is at rest; return the summed distance of its geoms to the axis."""
         model, data = self.model, self.data
         flags, gravity = int(model.opt.disableflags), model.opt.gravity.copy()
         model.opt.disableflags = flags | int(mujoco.mjtDisableBit.mjDSBL_CONTACT)
         model.opt.gravity[:] = 0.0
         inertia = model.dof_armature.copy()
-        model.dof_armature[self._still] = _HEAVY  # what drives the arm does not move it
+        model.dof_armature[self._still] = _HEAVY  # keep the arm still
         mujoco.mj_resetData(model, data)
         for _ in range(round(_SECONDS / model.opt.timestep)):
             data.qpos[self._held], data.qvel[self._still] = self.parts.init, 0.0
@@ -155,11 +155,11 @@ class _Trial:
         return float(np.linalg.norm(away - np.outer(away @ axis, axis), axis=1).sum())
 
     def centres(self) -> np.ndarray:
-        """Return the positions of the hand's moving shapes."""
+        """Return the positions of the hand's moving geoms, ``[geoms, 3]``."""
         return self.data.geom_xpos[self.geoms].reshape(-1, 3).copy()
 
     def groups(self) -> list[np.ndarray]:
-        """Return the middle of each finger's shapes."""
+        """Return the centre of each finger's geoms."""
         centres, branches = self.centres(), np.array(self._branches)
         return [centres[branches == branch].mean(axis=0) for branch in dict.fromkeys(self._branches)]
 
@@ -167,12 +167,12 @@ class _Trial:
         return [float(self.data.qpos[self.model.jnt_qposadr[j]]) for j in self.joints]
 
     def others(self) -> dict[str, float]:
-        """Return the positions of the joints of the hand that are no fingers."""
+        """Return the positions of the hand's joints that are not fingers."""
         rest = [name for name in self.parts.hand if name not in self.parts.fingers]
         return {name: float(self.data.qpos[self.model.joint(name).qposadr[0]]) for name in rest}
 
     def sides(self) -> np.ndarray:
-        """Return on which side of the tool's axis each shape is, 1 or -1, or 0 in the middle."""
+        """Return the side of the tool's axis that each geom is on: 1, -1, or 0 in the middle."""
         across = closing_axis(self.model, self.data, self.parts)
         if across is None:
             return np.zeros(len(self.geoms))
@@ -181,7 +181,7 @@ class _Trial:
         return np.sign(np.where(np.abs(away) < 1e-3, 0.0, away))
 
     def pads(self, sides: np.ndarray) -> tuple[int, int] | None:
-        """Return the colliding shape of either side that is nearest to the tool; ``None`` if one side has none."""
+        """Return the colliding geom nearest to the tool on each side; ``None`` if a side has none."""
         position = site_frame(self.model, self.data, self.parts)[0]
         far = np.linalg.norm(self.centres() - position, axis=1)
         solid = np.array([bool(self.model.geom_contype[g] or self.model.geom_conaffinity[g]) for g in self.geoms])
@@ -194,7 +194,7 @@ class _Trial:
         return found[0], found[1]
 
     def to_jaws(self) -> dict[tuple[int, int], float]:
-        """Return the distances of the hand's moving shapes from those that stay, as far as both collide."""
+        """Return the distance of each pair of a moving and a fixed colliding geom of the hand."""
         model, hand = self.model, self.model.body(self.parts.body).id
         solid = [g for g in range(model.ngeom) if model.geom_contype[g] or model.geom_conaffinity[g]]
         weld = model.body_weldid[model.geom_bodyid]
@@ -202,5 +202,5 @@ class _Trial:
         return {(one, two): self.apart(one, two) for one in self.geoms if one in solid for two in still}
 
     def apart(self, one: int, two: int) -> float:
-        """Return the distance between two shapes, negative if they overlap."""
+        """Return the distance between two geoms, negative if they overlap."""
         return float(mujoco.mj_geomDistance(self.model, self.data, one, two, _FAR, None))

@@ -1,6 +1,6 @@
 """Batched kinematics of a serial arm in torch: forward kinematics, Jacobian, differential inverse kinematics.
 
-A row's bits do not depend on ``num_envs``: short sums, and ``torch.bmm`` of small matrices, take each row by itself.
+Results are bit-identical for any ``num_envs``: short sums and ``torch.bmm`` of small matrices treat rows independently.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 from embodichain.errors import AssetError
 
 Links: TypeAlias = tuple[Tensor, ...]
-"""What does not depend on the angle, and the factors of its sine and cosine, ``[num_joints, 4, 4]`` each.
+"""The constant part of each link's transform, and the factors of the sine and cosine, ``[num_joints, 4, 4]`` each.
 
-For a sliding joint the second is the factor of the position itself, and the third is zero.
+For a sliding joint, the second is the factor of the position and the third is zero.
 """
-_ROTATION_WEIGHT = 0.1  # metres per radian: what an arm of fewer than six joints gives up first is the orientation
-_REST_GAIN = 0.1  # part of the way to its rest posture that an arm with joints to spare goes in one step
+_ROTATION_WEIGHT = 0.1  # metres per radian; arms with fewer than six joints give up orientation first
+_REST_GAIN = 0.1  # fraction of the way to the rest posture per step, for redundant arms
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -28,25 +28,25 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def length(a: Tensor) -> Tensor:
-    """Euclidean length over the last dimension."""
+    """Euclidean norm over the last dimension."""
     return torch.linalg.vector_norm(a, dim=-1)
 
 
 def mean_square(a: Tensor) -> Tensor:
-    """Mean of the squares over the last dimension, for batches in a third of the time of ``torch.mean``."""
+    """Mean square over the last dimension, in a third of the time of ``torch.mean`` for batches."""
     return a.square().sum(dim=-1) / a.shape[-1]
 
 
 def rotation_error(target: Tensor, current: Tensor) -> Tensor:
-    """Return ``sin(angle) * axis`` ``[n, 3]`` (world axes) of the rotation that turns ``current`` into ``target``."""
+    """Return ``sin(angle) * axis`` ``[n, 3]`` (world axes) of the rotation from ``current`` to ``target``."""
     crossed = torch.linalg.cross(current, target.expand_as(current), dim=-2)
     return 0.5 * (crossed[..., 0] + crossed[..., 1] + crossed[..., 2])
 
 
 class SerialChain:
-    """The hinges and slides from the world to one site: its pose and Jacobian for batches of joint positions.
+    """The joints from the world to a site: forward kinematics and Jacobian for batches of joint positions.
 
-    ``rest`` is the posture that :meth:`inverse_step` of an arm with more than six joints tends to.
+    ``rest`` is the posture towards which :meth:`inverse_step` moves an arm with more than six joints.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SerialChain:
         self._weights = as_tensor(weights) if self.num_joints < 6 else None
 
     def position(self, qpos: Tensor) -> Tensor:
-        """Return the site's position ``[n, 3]`` in the world; cheaper than the whole pose."""
+        """Return the site's position ``[n, 3]`` in the world, faster than ``pose``."""
         *links, last = self._transforms(self._links_with_tip, qpos)
         point = last[:, :, 3:]
         for link in reversed(links):
@@ -100,7 +100,7 @@ class SerialChain:
         return tip[:, :3, 3], tip[:, :3, :3]
 
     def jacobian(self, qpos: Tensor) -> Tensor:
-        """Return how the site moves with each joint, ``[n, 6, num_joints]`` (three linear rows, three angular)."""
+        """Return the site's Jacobian ``[n, 6, num_joints]``: three linear rows, then three angular."""
         frames = self._walk(self._links, qpos)
         tip = torch.bmm(frames[-1], self._tip.expand(qpos.shape[0], 4, 1))
         joints = torch.stack(frames, dim=1)  # [n, num_joints, 4, 4]
@@ -117,14 +117,14 @@ class SerialChain:
     def inverse_step(self, qpos: Tensor, twist: Tensor, damping: float = 0.05) -> Tensor:
         """Return ``dq = J^T (J J^T + damping^2 I)^-1 twist`` ``[n, num_joints]`` for a site twist ``[n, 6]``.
 
-        Joints to spare move towards the rest posture as far as that leaves the site alone; an arm of fewer than six
-        joints puts the position before the orientation.
+        Redundant joints move towards the rest posture in the null space. With fewer than six joints, position takes
+        precedence over orientation.
         """
         jacobian = self.jacobian(qpos)
         if self._weights is not None:
             jacobian, twist = jacobian * self._weights.unsqueeze(-1), twist * self._weights
         spare = None
-        if self._rest is not None:  # dq = z + J^# (twist - J z), with z the way to the rest posture
+        if self._rest is not None:  # dq = z + J^# (twist - J z), z towards the rest posture
             spare = _REST_GAIN * (self._rest - qpos)
             twist = twist - torch.bmm(jacobian, spare.unsqueeze(-1)).squeeze(-1)
         gram = torch.bmm(jacobian, jacobian.transpose(1, 2)) + damping**2 * torch.eye(6, device=qpos.device)
@@ -154,7 +154,7 @@ class SerialChain:
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
     """Solve ``matrix @ x = right`` for small symmetric positive definite matrices ``[n, k, k]``, right ``[n, k]``.
 
-    Gaussian elimination written over the batch: LAPACK is called once per row, which costs more at these sizes.
+    Batched Gaussian elimination: LAPACK is called once per row, which is slower at these sizes.
     """
     size = right.shape[-1]
     a = torch.cat((matrix, right.unsqueeze(-1)), dim=-1).permute(1, 2, 0).contiguous()  # [k, k + 1, n]
@@ -166,8 +166,8 @@ def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def _segments(model: mujoco.MjModel, body: int, joints: list[str]) -> tuple[np.ndarray, ...]:
-    """Return the fixed transform before each joint, the joints' axes, the fixed transform after the last, and which
-    of the joints slide."""
+    """Return the fixed transform before each joint, the joint axes, the fixed transform after the last joint, and which
+    joints slide."""
     path = []
     while body:
         path.append(body)

@@ -1,4 +1,4 @@
-"""Events in which something happens to bodies and to the robot: poses, pushes, forces, delays, noise, calibration."""
+"""Events that act on bodies and the robot: poses, pushes, forces, delays, noise, calibration."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from embodichain.config.classes import Config, NotNegative, Number, Positive, configclass
 from embodichain.envs.curricula import Range
 from embodichain.envs.env_cfg import DelaySteps
-from embodichain.envs.event_terms import FREE, Mass, Names, find_names, ids_of, names_of, select
+from embodichain.envs.event_terms import FREE, Mass, Names, find_names, ids_of, names_of, quaternion_product, select
 from embodichain.envs.randomization import Calibration, Draw, EventTerm, Rows, World
 from embodichain.envs.robots import servo_scale
 from embodichain.errors import ConfigError
@@ -18,18 +18,18 @@ from embodichain.errors import ConfigError
 _AXES = ("x", "y", "z", "roll", "pitch", "yaw")
 
 Directions = dict[Literal["x", "y", "z", "roll", "pitch", "yaw"], Range]
-"""Ranges by direction; those that are not named are 0."""
+"""Ranges by direction; omitted ones are 0."""
 
 
 def free_body(world: World, chosen: str | None) -> int:
-    """Return the number of the body of that name, which has a free joint; default: the only one that has."""
+    """Return the id of the named body, which must have a free joint; default: the only one that has."""
     model = world.model
     free = np.isin(np.arange(model.nbody), model.jnt_bodyid[model.jnt_type == FREE])
     names = names_of(model, "bodies")
     has = ", ".join(name for name, ok in zip(names, free, strict=True) if ok)
     if not has and (chosen is None or chosen in names):
-        told = "no body of the model has a free joint; use push_joints, or apply_force"
-        raise ConfigError(f"{world.key}.params.body: {told}")
+        problem = "no body of the model has a free joint; use push_joints, or apply_force"
+        raise ConfigError(f"{world.key}.params.body: {problem}")
     found = find_names(world, "body", chosen, names, free, f"with a free joint: {has}")
     if len(found) > 1:
         raise ConfigError(f"{world.key}.params.body: several bodies have a free joint, name one of {has}")
@@ -37,7 +37,7 @@ def free_body(world: World, chosen: str | None) -> int:
 
 
 class BodyPose(EventTerm):
-    """Where a body with a free joint begins: displaced from where the task puts it, or anywhere."""
+    """Initial pose of a body with a free joint: relative to the pose of the task, or absolute."""
 
     modes = ("reset",)
     fields = ("qpos",)
@@ -53,38 +53,31 @@ class BodyPose(EventTerm):
         qpos, turn = rows["qpos"], _quaternion(drawn[:, 3:])
         place, facing = (slice(self._first + begin, self._first + end) for begin, end in ((0, 3), (3, 7)))
         if self._relative:
-            drawn, turn = qpos[:, place] + drawn[:, :3], _product(turn, qpos[:, facing])
+            drawn, turn = qpos[:, place] + drawn[:, :3], quaternion_product(turn, qpos[:, facing])
         qpos[:, place], qpos[:, facing] = drawn[:, :3].to(qpos.dtype), turn.to(qpos.dtype)
 
 
 def _quaternion(angles: Tensor) -> Tensor:
-    """Return the rotation ``[n, 4]`` by roll, pitch and yaw ``[n, 3]`` about fixed axes, in this order."""
+    """Return rotations ``[n, 4]`` by roll, pitch and yaw ``[n, 3]`` about fixed axes, in this order."""
     (cr, cp, cy), (sr, sp, sy) = torch.cos(0.5 * angles).unbind(1), torch.sin(0.5 * angles).unbind(1)
     parts = (cr * cp * cy + sr * sp * sy, sr * cp * cy - cr * sp * sy)
     return torch.stack((*parts, cr * sp * cy + sr * cp * sy, cr * cp * sy - sr * sp * cy), dim=1)
 
 
-def _product(one: Tensor, other: Tensor) -> Tensor:
-    """Return the rotation ``[n, 4]`` by ``other`` and then by ``one``."""
-    (a, b, c, d), (e, f, g, h) = one.unbind(1), other.unbind(1)
-    parts = (a * e - b * f - c * g - d * h, a * f + b * e + c * h - d * g)
-    return torch.stack((*parts, a * g - b * h + c * e + d * f, a * h + b * g - c * f + d * e), dim=1)
-
-
 @configclass
 class EntityCfg(Config):
-    """What DexForce's EmbodiChain calls a body."""
+    """Reference to a body, in configs of DexForce's EmbodiChain."""
 
     uid: str
-    """Its name."""
+    """Name of the body."""
 
 
 Corners = tuple[tuple[Number, Number, Number], tuple[Number, Number, Number]]
-"""Least and greatest coordinates."""
+"""Minimum and maximum coordinates."""
 
 
 class RigidObjectPose(BodyPose):
-    """``body_pose`` as configs of DexForce's EmbodiChain write it; angles are in degrees."""
+    """``body_pose`` in the format of DexForce's EmbodiChain; angles are in degrees."""
 
     def __init__(
         self,
@@ -100,14 +93,14 @@ class RigidObjectPose(BodyPose):
 
 
 class RigidObjectMass(Mass):
-    """``mass`` as configs of DexForce's EmbodiChain write it, in kg."""
+    """``mass`` in the format of DexForce's EmbodiChain, in kg."""
 
     def __init__(self, world: World, entity_cfg: EntityCfg, mass_range: Range, relative: bool = False) -> None:
         super().__init__(world, mass_range, bodies=entity_cfg.uid, operation="add" if relative else "abs")
 
 
 class Push(EventTerm):
-    """A sudden change of the velocity of a body with a free joint, as if something had hit it."""
+    """A sudden velocity change of a body with a free joint, like an impact."""
 
     modes = ("interval", "reset", "step")
     fields = ("qvel",)
@@ -125,7 +118,7 @@ class Push(EventTerm):
 
 
 class PushJoints(EventTerm):
-    """A sudden change of the velocity of joints."""
+    """A sudden velocity change of joints."""
 
     modes = ("interval", "reset", "step")
     fields = ("qvel",)
@@ -143,7 +136,7 @@ class PushJoints(EventTerm):
 
 
 class ApplyForce(EventTerm):
-    """A force and a torque on the centre of mass of bodies for some time, in the frame of the world; several add up."""
+    """A force and a torque on the centre of mass of bodies for some time, in the world frame; several add up."""
 
     modes = ("interval", "reset")
 
@@ -151,7 +144,7 @@ class ApplyForce(EventTerm):
         self,
         world: World,
         bodies: Names,
-        force_range: dict[Literal["x", "y", "z"], Range] = {},  # noqa: B006 - it is not changed
+        force_range: dict[Literal["x", "y", "z"], Range] = {},  # noqa: B006 - never modified
         torque_range: dict[Literal["x", "y", "z"], Range] = {},  # noqa: B006
         duration_s: Positive = 0.2,
     ) -> None:
@@ -182,7 +175,7 @@ class ApplyForce(EventTerm):
 
 
 class ActionDelay(EventTerm):
-    """Actions reach the robot some steps late; until the first one does, it acts as if that had come at once."""
+    """Delays actions by some steps; during the first steps of an episode, its first action is applied."""
 
     modes = ("reset",)
 
@@ -203,7 +196,7 @@ class ActionDelay(EventTerm):
 
 
 class ActionNoise(EventTerm):
-    """Noise on actions, new in every step, and an error of each action that lasts for the episode."""
+    """Noise on actions in every step, and a bias per action dimension that is constant in an episode."""
 
     modes = ("step", "reset")
 
@@ -225,7 +218,7 @@ class ActionNoise(EventTerm):
 
 
 class JointOffset(Calibration):
-    """Wrong calibration of the robot's joints: measured and commanded positions are off by a constant."""
+    """Calibration error of the robot's joints: a constant offset of measured and commanded positions."""
 
     modes = ("reset",)
 
@@ -254,6 +247,6 @@ class JointOffset(Calibration):
 
     def correct(self, control: Tensor) -> Tensor:
         offset = self.offset[:, self._joints].to(control.dtype)
-        if self._scale is not None:  # a servo whose control is not the position of its joint
+        if self._scale is not None:  # a servo whose control is not the joint position
             offset = offset * self._scale.to(control.dtype)
         return control.index_add(1, self._servos, offset, alpha=-1)

@@ -1,6 +1,6 @@
-"""Several tasks as one: environments whose observations and actions are made alike, one by one or side by side.
+"""Several tasks in one environment.
 
-A :class:`TaskView` shows one environment the way all of a list can be shown; :class:`MultiTaskEnv` steps them together.
+:class:`TaskView` converts a task to common spaces, and :class:`MultiTaskEnv` steps several tasks together.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from embodichain.envs.wrappers import GroupedEnv
 from embodichain.errors import ConfigError, EnvContractError
 
 MULTI_TASK = "MultiTask"
-"""Id of the environment that steps several tasks; ``kwargs`` has its settings, those of :class:`MultiTaskCfg`."""
+"""Id of the multi-task environment; its settings, a :class:`MultiTaskCfg`, are in ``kwargs``."""
 Agree = Literal["same", "common", "padded"]
 Path_ = tuple[str, ...]
 _LOG = logging.getLogger(__name__)
 _INSTRUCTION: Path_ = ("instruction",)
 _SUFFIXES = (".json", ".yaml", ".yml")
 _WORD = 4
-"""Instructions have a multiple of so many bytes."""
+"""Instructions are padded to a multiple of this many bytes."""
 
 
 @configclass
 class TaskEntryCfg(Config):
-    """What a list of tasks says of one of them, beside the settings of its environment."""
+    """Settings of one task in a list, besides those of its environment."""
 
     weight: Positive = 1.0
-    """Its share, relative to those of the others."""
+    """Share of the envs, relative to the other tasks."""
     task: str | None = None
-    """What is to be done, in words, where the environment has no instruction of its own; default: its id."""
+    """Instruction, if the environment has none of its own; default: its id."""
 
 
 @configclass
@@ -51,9 +51,9 @@ class MultiTaskCfg(Config):
     """Settings of the environment ``MultiTask``."""
 
     tasks: list[Any] = []
-    """The tasks: ids, files, or settings of environments with a ``weight`` and a ``task``, as for a stream."""
+    """The tasks: ids, files, or settings of environments with optional ``weight`` and ``task``, as for a stream."""
     observations: Agree = "same"
-    """What is observed where tasks differ: see :func:`agree`."""
+    """How to unify observations that differ: see :func:`agree`."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,17 @@ class TaskEntry:
     """One task of several."""
 
     name: str
-    """Its id; a number follows where another task before has the same."""
+    """Its id, followed by a number if an earlier task has the same id."""
     gym_config: dict[str, Any]
     weight: float = 1.0
     words: str = ""
-    """What is to be done, unless the environment says so itself."""
+    """Instruction, if the environment has none of its own."""
 
 
 def task_entries(given: Sequence[Any], folder: Path | None = None, key: str = "gym_config") -> list[TaskEntry]:
-    """Read a list of tasks: ids, paths of files (seen from ``folder``), or settings of an environment.
+    """Parse a list of tasks: ids, paths of files (relative to ``folder``), or settings of an environment.
 
-    Settings may name a file themselves, ``{"gym_config": FILE, "num_envs": 8}``, and are laid over it. ``weight`` and
-    ``task`` stand beside them.
+    Settings may override a file: ``{"gym_config": FILE, "num_envs": 8}``; ``weight`` and ``task`` go beside them.
     """
     entries: list[TaskEntry] = []
     problems: list[str] = []
@@ -110,7 +109,7 @@ def _settings(item: Any, folder: Path | None) -> dict[str, Any]:
 
 
 def shares_of(weights: Sequence[float], total: int) -> list[int]:
-    """Return whole numbers with this sum, at least 1 each, in proportion to weights (by largest remainders)."""
+    """Return integers that sum to ``total``, at least 1 each, in proportion to weights (largest remainder method)."""
     exact = [weight * total / sum(weights) for weight in weights]
     parts = [max(1, int(part)) for part in exact]
     while sum(parts) != total:
@@ -124,20 +123,20 @@ def shares_of(weights: Sequence[float], total: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all environments of a list show and take."""
+    """The common observation and action spaces of several environments."""
 
     observation_space: gym.spaces.Dict
     action_space: gym.Space[Any]
     leaves: dict[Path_, gym.spaces.Box] = field(default_factory=dict)
-    """The observations by path."""
+    """Observations by path."""
 
 
 def agree(envs: Mapping[str, VecEnv], how: Agree, words: Mapping[str, str], key: str = "observations") -> Agreement:
-    """Return what environments, by name, have in common.
+    """Return the common spaces of environments, given by name.
 
-    ``same`` wants equal observations and actions. ``common`` leaves out what not all of them observe, or not in the
-    same shape. ``padded`` fills up with zeros: arrays that are missing, and the ends of vectors and actions that are
-    shorter than others. Every environment gets an ``instruction``: the words of its task, if it has none of its own.
+    ``same`` requires equal observations and actions. ``common`` drops observations that some of them lack or have in
+    another shape. ``padded`` fills missing arrays with zeros, and pads shorter vectors and actions with zeros. Every
+    environment has an ``instruction``: its own, or the words of its task.
     """
     names = list(envs)
     spaces = {name: dict(_boxes(env.observation_space)) for name, env in envs.items()}
@@ -157,7 +156,7 @@ def agree(envs: Mapping[str, VecEnv], how: Agree, words: Mapping[str, str], key:
         elif how == "common" and (len(boxes) < len(names) or can_pad):
             left_out.append("/".join(path))
         else:
-            problems.append(f"observation {'/'.join(path)}: {_told(boxes, names)}")
+            problems.append(f"observation {'/'.join(path)}: {_describe_boxes(boxes, names)}")
     actions = {name: env.action_space for name, env in envs.items()}
     action_space = next(iter(actions.values()))
     if any(space != action_space for space in actions.values()):
@@ -168,16 +167,16 @@ def agree(envs: Mapping[str, VecEnv], how: Agree, words: Mapping[str, str], key:
             action_space = _joined(list(boxes.values()), tuple(np.max(list(sizes), axis=0)), pad=True)
         else:
             types = {name: f"{env.action_manager.action_type} {env.action_space.shape}" for name, env in envs.items()}
-            told = ", ".join(f"{kind} in {name}" for name, kind in types.items())
-            problems.append(f"action: {told}; env.actions of each task says what its actions are")
+            listed = ", ".join(f"{kind} in {name}" for name, kind in types.items())
+            problems.append(f"action: {listed}; env.actions of each task says what its actions are")
     if problems:
         common = '"common" observes only what all of them do'
         padded = '"padded" fills up with zeros what is missing or shorter, in observations and actions'
         others = {"same": f" {common}, {padded}.", "common": f" {padded}.", "padded": ""}[how]
-        told = f"the tasks differ, and {key} is {how!r}: make them alike, with the same robot, cameras and env.actions."
-        raise ConfigError([*problems, told + others])
+        advice = "make them alike, with the same robot, cameras and env.actions."
+        raise ConfigError([*problems, f"the tasks differ, and {key} is {how!r}: {advice}{others}"])
     if left_out:
-        _tell_left_out(", ".join(names), ", ".join(left_out))
+        _log_left_out(", ".join(names), ", ".join(left_out))
     own = {name: space[_INSTRUCTION].shape[0] for name, space in spaces.items() if _INSTRUCTION in space}
     lengths = {name: -(-len(text.encode()) // _WORD) * _WORD for name, text in words.items()} | own
     leaves[_INSTRUCTION] = gym.spaces.Box(0, 255, (max(lengths.values()),), np.uint8)
@@ -185,13 +184,13 @@ def agree(envs: Mapping[str, VecEnv], how: Agree, words: Mapping[str, str], key:
 
 
 @functools.cache
-def _tell_left_out(names: str, keys: str) -> None:
-    """Say once what is not observed."""
+def _log_left_out(names: str, keys: str) -> None:
+    """Log once which observations are dropped."""
     _LOG.info("not all of %s observe %s: left out", names, keys)
 
 
-def _told(boxes: Mapping[str, gym.spaces.Box], names: Sequence[str]) -> str:
-    """Say who has an array, and of which kind."""
+def _describe_boxes(boxes: Mapping[str, gym.spaces.Box], names: Sequence[str]) -> str:
+    """Describe which environments have an array, and of which shape and dtype."""
     kinds = {name: f"{list(box.shape)} {box.dtype}" for name, box in boxes.items()}
     if len(set(kinds.values())) == 1 and len(boxes) < len(names):
         missing = ", ".join(name for name in names if name not in boxes)
@@ -210,7 +209,7 @@ def _boxes(space: gym.Space[Any], path: Path_ = ()) -> Iterator[tuple[Path_, gym
 
 
 def _joined(boxes: Sequence[gym.spaces.Box], shape: tuple[int, ...], pad: bool = False) -> gym.spaces.Box:
-    """Return a box of this shape that contains all of these; with ``pad``, zeros as well."""
+    """Return a box of this shape that contains all of these; with ``pad``, also zero."""
     if not pad and all(box == boxes[0] for box in boxes):
         return boxes[0]
     low, high = min(float(box.low.min()) for box in boxes), max(float(box.high.max()) for box in boxes)
@@ -232,7 +231,7 @@ def _as_dict(groups: Mapping[str, Any]) -> gym.spaces.Dict:
 
 
 class TaskView(VecEnv):
-    """An environment that shows and takes what was agreed on, for its own task."""
+    """Converts one environment to the common spaces."""
 
     def __init__(self, env: VecEnv, task: TaskEntry, agreement: Agreement) -> None:
         self.env, self.task, self._agreement = env, task, agreement
@@ -245,20 +244,20 @@ class TaskView(VecEnv):
         self._is_vector = isinstance(self.action_space, gym.spaces.Box) and len(self.action_space.shape) == 1
         length = agreement.leaves[_INSTRUCTION].shape[0]
         text = task.words.encode()[:length].decode(errors="ignore").encode()
-        said = torch.tensor([*text, *[0] * (length - len(text))], dtype=torch.uint8, device=self.device)
-        self._said = said.expand(self.num_envs, length)
+        instruction = torch.tensor([*text, *[0] * (length - len(text))], dtype=torch.uint8, device=self.device)
+        self._instruction = instruction.expand(self.num_envs, length)
 
     @property
     def name(self) -> str:
         return self.task.name
 
     def view(self, obs: TensorDictBase) -> TensorDict:
-        """Return an observation of the environment as it is shown."""
+        """Return an observation of the environment in the common format."""
         shown = TensorDict({}, batch_size=obs.batch_size, device=self.device)
         for path, box in self._agreement.leaves.items():
             value = obs.get(path, None)
             if value is None and path == _INSTRUCTION:
-                value = self._said
+                value = self._instruction
             elif value is None:
                 dtype = torch.from_numpy(np.empty(0, box.dtype)).dtype
                 value = torch.zeros(box.shape, dtype=dtype, device=self.device).expand(self.num_envs, *box.shape)
@@ -281,19 +280,19 @@ class TaskView(VecEnv):
         return shown, reward, terminated, truncated, info
 
     def expert_action(self) -> Tensor:
-        """Return the expert's action, filled up with zeros where actions of other tasks have more numbers."""
+        """Return the expert's action, zero-padded to the common size."""
         if not isinstance(self.env, HasExpert):
             raise EnvContractError(f"{self.name} has no expert")
         return self._filled(self.env.expert_action())
 
     def expert_segment(self) -> Tensor:
-        """Return what the expert's last action is part of, numbers of ``SEGMENTS``; 0 where it does not say so."""
+        """Return the segment of the last expert action, int64 indices into ``SEGMENTS``; 0 if the expert sets none."""
         if isinstance(self.env, MarksSegments):
             return self.env.expert_segment()
         return torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
 
     def create_demo_action_list(self) -> list[Tensor]:
-        """Return the actions that solve the task from the present state, which is left as it was."""
+        """Return the expert's actions from the current state to the end of the episodes; the state is preserved."""
         if not isinstance(self.env, HasExpert):
             raise EnvContractError(f"{self.name} has no expert")
         return [self._filled(action) for action in self.env.create_demo_action_list()]
@@ -321,10 +320,10 @@ class TaskView(VecEnv):
 
 
 class MultiTaskEnv(GroupedEnv):
-    """Several tasks side by side, each in a part of the envs: observations, actions and rewards as if they were one.
+    """Several tasks in one environment, each in a part of the envs.
 
-    ``info["metrics"]`` has the measures that all tasks share, and ``task/<name>/<measure>`` of each task for itself,
-    which is NaN in the envs of others.
+    ``info["metrics"]`` has the metrics that all tasks share, and ``task/<name>/<metric>`` for each task, which is NaN
+    in the envs of others.
     """
 
     groups: list[TaskView]  # type: ignore[assignment]
@@ -336,11 +335,11 @@ class MultiTaskEnv(GroupedEnv):
             view.max_episode_steps = None if None in longest else max(steps for steps in longest if steps)
         super().__init__(views)
         self.task_names = [view.name for view in views]
-        """The tasks, in the order of their envs."""
+        """Names of the tasks, in the order of their envs."""
 
     @property
     def has_expert(self) -> bool:  # type: ignore[override]
-        """Whether all tasks have one."""
+        """Whether all tasks have an expert."""
         return all(view.has_expert for view in self.groups)
 
     @property
@@ -348,11 +347,11 @@ class MultiTaskEnv(GroupedEnv):
         return f"{MULTI_TASK} ({', '.join(self.task_names)})"
 
     def expert_action(self) -> Tensor:
-        """Return the actions of the tasks' experts."""
+        """Return the actions of the experts of all tasks."""
         return torch.cat([view.expert_action() for view in self.groups])
 
     def create_demo_action_list(self) -> list[Tensor]:
-        """Return the actions that solve the tasks from the present state; those that are done first wait."""
+        """Return the experts' actions from the current state; tasks that end first repeat their last action."""
         lists = [view.create_demo_action_list() for view in self.groups]
         longest = max(map(len, lists))
         return [torch.cat([own[min(step, len(own) - 1)] for own in lists if own]) for step in range(longest)]
@@ -389,8 +388,8 @@ class MultiTaskEnv(GroupedEnv):
 def open_views(
     entries: Sequence[TaskEntry], how: Agree, make: Callable[[TaskEntry], VecEnv], key: str = "observations"
 ) -> list[TaskView]:
-    """Make the environments of tasks, and let them show what they agree on; none is left open if one fails.
-    ``key`` is the name of the setting that ``how`` is the value of."""
+    """Make the environments of tasks and unify their spaces; if one fails, all are closed.
+    ``key`` is the setting that holds ``how``, for error messages."""
     envs: dict[str, VecEnv] = {}
     try:
         for entry in entries:
@@ -404,7 +403,7 @@ def open_views(
 
 
 def shared_out(kwargs: Mapping[str, Any], num_envs: int) -> tuple[list[TaskEntry], Agree]:
-    """Return the tasks of the environment ``MultiTask``, each with its share of the envs, and how they agree."""
+    """Return the tasks of a ``MultiTask`` environment with their shares of the envs, and how to unify them."""
     cfg = MultiTaskCfg.from_dict(dict(kwargs), source="kwargs")
     entries = task_entries(cfg.tasks, key="kwargs.tasks")
     shares = shares_of([entry.weight for entry in entries], max(num_envs, len(entries)))
@@ -413,8 +412,8 @@ def shared_out(kwargs: Mapping[str, Any], num_envs: int) -> tuple[list[TaskEntry
 
 
 def make_multi_task(kwargs: Mapping[str, Any], num_envs: int, make: Callable[[dict[str, Any]], VecEnv]) -> MultiTaskEnv:
-    """Make the environment ``MultiTask`` of its ``kwargs``; tasks share the envs in proportion to their weights.
-    With fewer envs than tasks, the first tasks have one each; observations are those that all tasks agree on."""
+    """Make a ``MultiTask`` environment from its ``kwargs``; tasks share the envs in proportion to their weights.
+    With fewer envs than tasks, the first tasks get one each; the spaces are those of all tasks."""
     entries, how = shared_out(kwargs, num_envs)
     views = open_views(entries, how, lambda entry: make(entry.gym_config), "kwargs.observations")
     for view in views[num_envs:]:

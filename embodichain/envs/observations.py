@@ -1,6 +1,6 @@
-"""From a task's measurements to the observation: noise, images, TensorDict; and instructions as bytes.
+"""Builds observations from a task's measurements: sensor errors, images and TensorDicts; encodes instructions.
 
-All vectors are views of one matrix: one operation copies them all or replaces their rows.
+All vectors are views of one matrix, so that a single operation copies all of them or replaces rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from embodichain.errors import ConfigError, nearest
 _JOINTS = "robot/qpos"
 Path = tuple[str, ...]
 Bounds = Mapping[Path, tuple[float, float]]
-"""The least and the largest value of observations."""
+"""Minimum and maximum of observations, by path."""
 
 
 def encode_instructions(texts: Sequence[str], length: int) -> Tensor:
-    """Return uint8 ``[len(texts), length]``: the UTF-8 bytes of each text, then zeros."""
+    """Return uint8 ``[len(texts), length]``: the UTF-8 bytes of each text, padded with zeros."""
     table = torch.zeros(len(texts), length, dtype=torch.uint8)
     for row, text in zip(table, texts, strict=True):
         data = text.encode()
@@ -37,9 +37,9 @@ def encode_instructions(texts: Sequence[str], length: int) -> Tensor:
 
 
 def instruction_table(cfg: LanguageCfg, choices: Sequence[Mapping[str, str]]) -> Tensor:
-    """Return the bytes of every phrase for every choice, uint8 ``[phrases, choices, length]``.
+    """Return the encoded phrases for every choice, uint8 ``[phrases, choices, length]``.
 
-    Each choice gives the words that stand in a phrase, such as ``{"color": "red"}`` for ``{color}``.
+    A choice maps the placeholders of a phrase to words: ``{"color": "red"}`` replaces ``{color}``.
     """
     fields = sorted({name for choice in choices for name in choice})
     wrong = [(phrase, name) for phrase in cfg.phrases for name in fields if phrase.count(f"{{{name}}}") != 1]
@@ -58,53 +58,54 @@ def instruction_table(cfg: LanguageCfg, choices: Sequence[Mapping[str, str]]) ->
 
 
 def named_choice(instructions: Tensor, table: Tensor) -> Tensor:
-    """Return which choice each instruction ``[n, length]`` of a table names, int64 ``[n]``: a label to learn from."""
+    """Return the choice that each instruction ``[n, length]`` of a table names, int64 ``[n]``: a training label."""
     return (instructions[:, None, None] == table.to(instructions.device)).all(-1).any(1).to(torch.int64).argmax(1)
 
 
 def decode_instructions(instructions: Tensor) -> list[str]:
-    """Return the texts of uint8 ``[n, length]``."""
+    """Return the texts of instructions, uint8 ``[n, length]``."""
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in instructions.cpu().tolist()]
 
 
 class PackedObservation(NamedTuple):
-    """The observation of some envs, in memory of its own."""
+    """The observation of some envs, in tensors that nothing else references."""
 
     vectors: Tensor
-    """All float32 vectors, ``[n, columns]``."""
+    """All float32 vectors, concatenated, ``[n, columns]``."""
     others: tuple[Tensor, ...]
-    """Everything else, such as images, ``[n, ...]`` each."""
+    """All other leaves, such as images, ``[n, ...]`` each."""
 
     def rows(self, env_ids: Tensor) -> PackedObservation:
-        """Return a copy of some rows."""
+        """Return a copy of these rows."""
         others = tuple(x.index_select(0, env_ids) for x in self.others)
         return PackedObservation(self.vectors.index_select(0, env_ids), others)
 
     def with_rows(self, rows: PackedObservation, env_ids: Tensor) -> PackedObservation:
-        """Return a copy that is ``rows`` at ``env_ids``."""
+        """Return a copy whose rows ``env_ids`` are ``rows``."""
         pairs = zip(self.others, rows.others, strict=True)
         others = tuple(old.index_copy(0, env_ids, new) for old, new in pairs)
         return PackedObservation(self.vectors.index_copy(0, env_ids, rows.vectors), others)
 
     def where(self, mask: Tensor, other: PackedObservation) -> PackedObservation:
-        """Return a copy that is this one where ``mask`` ``[n]`` holds, and another elsewhere."""
+        """Return a new observation: this one where ``mask`` ``[n]`` is true, and ``other`` elsewhere."""
         pairs = [(self.vectors, other.vectors), *zip(self.others, other.others, strict=True)]
         first, *rest = (torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, y) for x, y in pairs)
         return PackedObservation(first, tuple(rest))
 
     def copy(self) -> PackedObservation:
-        """Return a copy of all of it."""
+        """Return a copy."""
         return PackedObservation(self.vectors.clone(), tuple(x.clone() for x in self.others))
 
     def is_finite(self) -> Tensor:
-        """Tell of which envs ``[n]`` all vectors are finite."""
+        """Return for each env ``[n]`` whether all its vectors are finite."""
         return self.vectors.isfinite().all(dim=1)
 
 
 class ObservationBuilder:
-    """Builds observations from the state alone; ``noise(env_ids, size)`` is standard normal ``[n, size]``.
+    """Builds observations as a function of the state only.
 
-    ``draw`` draws other random numbers for the present step of some envs.
+    ``noise(env_ids, size)`` returns standard normal samples ``[n, size]``, and ``draw(env_ids)`` a source of other
+    random numbers, both for the current step of these envs.
     """
 
     def __init__(
@@ -123,20 +124,20 @@ class ObservationBuilder:
         self._bias = {path: error.bias for path, error in errors.items() if error.bias != (0.0, 0.0)}
         self._sensors: Sensors | None = None
         self.calibration: Calibration | None = None
-        """The error with which ``robot/qpos`` is measured."""
+        """The measurement error of ``robot/qpos``."""
         self.is_fresh = False
-        """Whether what a task observes is in memory of its own already."""
+        """Whether the task returns newly allocated tensors, which need not be copied."""
         self._tree: dict[str, Any] = {}
 
     def build(self, tree: dict[str, Any], env_ids: Tensor) -> PackedObservation:
-        """Return the observation of these envs, given what their task observes."""
+        """Return the observation of these envs from the nested observation of their task."""
         images = self._images(env_ids) if self._images is not None else {}
         tree |= images
         leaves = dict(_leaves(tree))
         if not self._tree:
             self._lay_out(leaves)
         vectors = [leaves[path] for path in self._vectors]
-        # In memory of its own: what is returned may be normalised in place. Images have just been rendered.
+        # Copied, as the caller may normalise observations in place. Images have just been rendered.
         others = [leaves[p] if p[0] in images else leaves[p].clone() for p in self._others]
         if len(vectors) == 1 and self.is_fresh:
             packed = vectors[0]
@@ -144,11 +145,11 @@ class ObservationBuilder:
             packed = torch.cat(vectors, dim=1) if vectors else torch.zeros(env_ids.numel(), 0, device=self._device)
         self._add_errors(packed, env_ids)
         if self._sensors is not None:
-            return self._sensors.see(PackedObservation(packed, tuple(others)), env_ids)
+            return self._sensors.apply_errors(PackedObservation(packed, tuple(others)), env_ids)
         return PackedObservation(packed, tuple(others))
 
     def _add_errors(self, packed: Tensor, env_ids: Tensor) -> None:
-        """Add what is wrong with every measurement; noise is new in every step."""
+        """Add calibration errors and noise in place; noise is sampled in every step."""
         if self.calibration is not None and _JOINTS in self._columns:
             packed[:, self._columns[_JOINTS]] += self.calibration.offset[env_ids]
         if self._noise:
@@ -164,14 +165,14 @@ class ObservationBuilder:
                 packed[:, column] += draw.values(bounds, column.stop - column.start).to(torch.float32)
 
     @property
-    def remembers(self) -> bool:
-        """Whether observations of earlier steps are needed, so that none may be left out."""
+    def needs_every_step(self) -> bool:
+        """Whether observations depend on those of earlier steps, so that every step must be observed."""
         return bool(self._cfg.delay)
 
-    def make_sensors(self, world: World, step: Tensor, seen: PackedObservation) -> Sensors | None:
-        """Return the event that draws errors which last, if there are any; observations have them from then on.
+    def make_sensors(self, world: World, step: Tensor, example: PackedObservation) -> Sensors | None:
+        """Return the event that samples bias and delay, or ``None``; observations include them from now on.
 
-        ``step`` ``[num_envs]`` is live; ``seen`` is an observation of all envs.
+        ``step`` ``[num_envs]`` is live; ``example`` is an observation of all envs.
         """
         if not self._bias and not self._cfg.delay:
             return None
@@ -180,17 +181,17 @@ class ObservationBuilder:
         late: dict[str, tuple[tuple[int, int], slice | int]] = {}
         for path, steps in self._cfg.delay.items():
             late[path] = (steps, self._columns[path] if path in self._columns else numbers[path])
-        self._sensors = Sensors(world, step, biased, late, seen)
+        self._sensors = Sensors(world, step, biased, late, example)
         return self._sensors
 
     def unpack(self, packed: PackedObservation) -> TensorDict:
-        """Return it as a TensorDict ``[n]`` of views."""
+        """Return a TensorDict ``[n]`` of views."""
         vectors = [packed.vectors] if len(self._sizes) == 1 else packed.vectors.split_with_sizes(self._sizes, dim=1)
         leaves = [*vectors, *packed.others]
         return _to_tensordict(self._tree, leaves, packed.vectors.shape[:1], self._device)
 
     def _lay_out(self, leaves: dict[Path, Tensor]) -> None:
-        """Decide which leaf is where, by the first observation; the others are alike."""
+        """Assign each leaf of the first observation to a position; later observations have the same leaves."""
         self._vectors = [path for path, leaf in leaves.items() if leaf.dim() == 2 and leaf.dtype == torch.float32]
         self._others = [path for path in leaves if path not in self._vectors]
         self._sizes = [int(leaves[path].shape[1]) for path in self._vectors]
@@ -207,7 +208,7 @@ class ObservationBuilder:
         if problems:
             raise ConfigError(problems)
         numbers = {path: number for number, path in enumerate([*self._vectors, *self._others])}
-        for path in leaves:  # nested names, with the index of each leaf among the vectors and then the others
+        for path in leaves:  # nested names; each leaf's index counts vectors first, then others
             node = self._tree
             for key in path[:-1]:
                 node = node.setdefault(key, {})
@@ -215,10 +216,10 @@ class ObservationBuilder:
 
 
 class Sensors(EventTerm):
-    """Errors of observations that last: a bias and a delay, both drawn when an episode begins.
-
-    What was seen in the last steps is kept by the number of the step, and until an episode is older than the delay, its
-    first observation is what is seen. So building the observation of a state twice gives the same.
+    """Sensor errors that last for an episode: a bias and a delay, sampled at reset.
+    Recent observations are kept in a ring buffer indexed by the step number. Until an episode is older than the delay,
+    its first observation is returned. Building the observation of a state twice therefore gives the same result.
+        first observation is returned. Building the observation of a state twice therefore gives the same result.
     """
 
     modes = ("reset",)
@@ -229,15 +230,15 @@ class Sensors(EventTerm):
         step: Tensor,
         biased: Mapping[str, tuple[tuple[float, float], slice]],
         late: Mapping[str, tuple[tuple[int, int], slice | int]],
-        seen: PackedObservation,
+        example: PackedObservation,
     ) -> None:
-        """``biased`` and ``late`` have bounds, and columns, or the number among the others, by observation."""
+        """``biased`` and ``late`` map observations to their bounds, and to their columns or index among the others."""
         super().__init__(world)
         self._step, self._biased, self._late = step, biased, late
         for path, (_, column) in biased.items():
             self.variables[f"bias/{path}"] = world.zeros(column.stop - column.start)
         for path, ((_, most), place) in late.items():
-            like = seen.vectors[:, place] if isinstance(place, slice) else seen.others[place]
+            like = example.vectors[:, place] if isinstance(place, slice) else example.others[place]
             self.variables[f"delay/{path}"] = world.zeros(dtype=torch.int64)
             self.variables[f"past/{path}"] = like.unsqueeze(1).repeat(1, most + 1, *[1] * (like.dim() - 1))
 
@@ -247,8 +248,8 @@ class Sensors(EventTerm):
         for path, (steps, _) in self._late.items():
             rows[f"delay/{path}"] = draw.steps(steps)
 
-    def see(self, now: PackedObservation, env_ids: Tensor) -> PackedObservation:
-        """Return what is seen of these envs where all this has been measured."""
+    def apply_errors(self, now: PackedObservation, env_ids: Tensor) -> PackedObservation:
+        """Return the delayed and biased observation of these envs."""
         vectors, others = now.vectors, list(now.others)
         for path, (_, column) in self._biased.items():
             vectors[:, column] += self.variables[f"bias/{path}"][env_ids]
@@ -267,7 +268,7 @@ class Sensors(EventTerm):
 
 
 def observation_space(obs: TensorDictBase, bounds: Bounds | None = None, prefix: Path = ()) -> gym.spaces.Dict:
-    """Return the space of one env's observation; ``bounds`` are those that do not follow from the type of a leaf."""
+    """Return the space of one env's observation; ``bounds`` override the default bounds of a leaf's dtype."""
     known, spaces = bounds or {}, dict[str, gym.Space[Any]]()
     for key in obs.keys():  # noqa: SIM118
         path, value = (*prefix, str(key)), obs[key]
@@ -282,7 +283,7 @@ def observation_space(obs: TensorDictBase, bounds: Bounds | None = None, prefix:
 
 
 def _to_tensordict(tree: dict[str, Any], leaves: list[Tensor], size: torch.Size, device: torch.device) -> TensorDict:
-    """Build nested TensorDicts; the shapes are ours, so the costly checks of the public constructor are skipped."""
+    """Build nested TensorDicts; the shapes are known, so the costly checks of the public constructor are skipped."""
     source = {
         key: _to_tensordict(value, leaves, size, device) if isinstance(value, dict) else leaves[value]
         for key, value in tree.items()

@@ -1,7 +1,7 @@
-"""Postures that episodes start from: of the config, of a keyframe, or one in which the tool points down.
+"""Initial postures: from the config, from a keyframe, or one with the tool pointing down.
 
-The last is searched by damped least squares from many postures: in front of the base, over the table, far from the
-limits of the joints, and where the tool can move in all directions.
+The latter is found by damped least squares from many starts: in front of the base, above the table, away from joint
+limits and singularities.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from embodichain.envs.robot_model import HINGE, check_start, site_frame
 from embodichain.envs.robots import ArmParts
 from embodichain.errors import ConfigError
 
-_ABOVE_TABLE, _HIGH = 0.25, 0.6  # metres; joints that are higher than that are high enough
-_PLACES = ((0.6, 0.35), (0.5, 0.35), (0.5, 0.25), (0.4, 0.3), (0.3, 0.3))  # out and up, in reaches of the arm
-_AGILE, _LEVER = 0.08, 0.3  # metres per radian; metres that a radian of the tool's own rotation counts
-_SEARCHES, _STEPS = 24, 150  # of the posture to start from
+_ABOVE_TABLE, _HIGH = 0.25, 0.6  # metres: minimum height of the target, and height above which joints score no better
+_PLACES = ((0.6, 0.35), (0.5, 0.35), (0.5, 0.25), (0.4, 0.3), (0.3, 0.3))  # out and up, as fractions of the arm's reach
+_AGILE, _LEVER = 0.08, 0.3  # minimum singular value in metres per radian; metres per radian of the tool's own rotation
+_SEARCHES, _STEPS = 24, 150  # random starts, and iterations per start
 
 
 def base_pose(cfg: ArmCfg) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the base of a robot stands: position and quaternion."""
+    """Return the pose of a robot's base: position and quaternion."""
     pos = np.array(cfg.pos if cfg.pos is not None else (0.0, 0.0, 0.0))
     if cfg.quat is not None:
         quat = np.array(cfg.quat) / np.linalg.norm(cfg.quat)
@@ -32,7 +32,7 @@ def base_pose(cfg: ArmCfg) -> tuple[np.ndarray, np.ndarray]:
 
 
 def find_start(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, home: np.ndarray | None) -> None:
-    """Find the joint positions that an episode starts from; ``home`` are the positions of a keyframe."""
+    """Find the initial joint positions; ``home`` are those of a keyframe."""
     data = mujoco.MjData(model)
     if home is not None:
         data.qpos[:] = home
@@ -81,9 +81,9 @@ def find_posture(
     pos: np.ndarray,
     quat: np.ndarray,
 ) -> np.ndarray | None:
-    """Return joint positions that bring the tool to a point of the world, pointing down, or ``None``.
+    """Return joint positions with the tool at a world position, pointing down, or ``None``.
 
-    Without a target: in front of the first hinge and above the table, as far out as that is possible.
+    The default target is in front of the first hinge and above the table, as far out as possible.
     """
     rotation = np.empty(9)
     mujoco.mju_quat2Mat(rotation, quat)
@@ -92,18 +92,18 @@ def find_posture(
     if target is not None:
         return search.run(base.T @ (np.array(target) - pos))
     foot, reach = search.reach()
-    for stiffest in (_AGILE, 0.0):
+    for min_agility in (_AGILE, 0.0):
         for out, up in _PLACES:
             world = pos + base @ (foot + reach * np.array([out, 0.0, up]))
-            world[2] = max(world[2], _ABOVE_TABLE)  # of a robot that stands lower than the table
-            found = search.run(base.T @ (world - pos), stiffest)
+            world[2] = max(world[2], _ABOVE_TABLE)  # for a base below the table
+            found = search.run(base.T @ (world - pos), min_agility)
             if found is not None:
                 return found
     return None
 
 
 class _Search:
-    """Looks for joint positions by damped least squares, from the middle of the limits and from drawn ones."""
+    """Searches joint positions by damped least squares, from the middle of the limits and from random starts."""
 
     def __init__(self, model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts, down: np.ndarray) -> None:
         self.model, self.data, self.parts, self.down = model, data, parts, down
@@ -116,25 +116,25 @@ class _Search:
         self.starts = [0.5 * (narrow[0] + narrow[1]), *drawn]
 
     def reach(self) -> tuple[np.ndarray, float]:
-        """Return the foot of the first hinge, and how far from it the tool can be."""
+        """Return the base point of the first hinge, and the tool's maximum distance from it."""
         first = next((j for j in self.ids if int(self.model.jnt_type[j]) == HINGE), self.ids[0])
         far = max(float(np.linalg.norm(self._tool(start)[0] - self.data.xanchor[first])) for start in self.starts)
         self._tool(self.starts[0])
         return self.data.xanchor[first] * np.array([1.0, 1.0, 0.0]), far
 
-    def run(self, goal: np.ndarray, stiffest: float = 0.0) -> np.ndarray | None:
-        """Return the best of the postures found for a point in the frame of the base.
+    def run(self, goal: np.ndarray, min_agility: float = 0.0) -> np.ndarray | None:
+        """Return the best posture found for a point in the frame of the base.
 
-        ``stiffest`` is the least that the tool moves in any direction, in metres per radian.
+        ``min_agility`` is the minimum singular value of the Jacobian, in metres per radian.
         """
         best: tuple[float, np.ndarray] | None = None
         for start in self.starts:
             qpos = self._descend(start.copy(), goal)
-            straight = np.append(qpos[:-1], self.starts[0][-1])  # the last joint often does nothing but turn the hand
+            straight = np.append(qpos[:-1], self.starts[0][-1])  # the last joint often only rotates the hand
             qpos = straight if self._is_there(straight, goal) else qpos
             if not self._is_there(qpos, goal):
                 continue
-            if stiffest and self._agility(qpos) < stiffest:
+            if min_agility and self._agility(qpos) < min_agility:
                 continue
             score = self._score(qpos)
             if best is None or score < best[0] - 1e-6:
@@ -153,13 +153,13 @@ class _Search:
             error = np.concatenate((goal - position, np.cross(points, self.down)))
             if np.abs(error).max() < 1e-4 and points @ self.down > 0:
                 break
-            if points @ self.down < 0:  # upside down, where the cross product fades
+            if points @ self.down < 0:  # upside down, where the cross product vanishes
                 error[3:] *= 2.0 / max(0.1, float(np.linalg.norm(error[3:])))
             mujoco.mj_jac(self.model, self.data, jacobian[:3], jacobian[3:], position, body)
             part = jacobian[:, self.dofs]
             step = part.T @ np.linalg.solve(part @ part.T + 0.003 * np.eye(6), np.clip(error, -0.2, 0.2))
             before, qpos = qpos, np.clip(qpos + step, self.lower, self.upper)
-            if np.abs(qpos - before).max() < 1e-4:  # at rest, be it at its limits
+            if np.abs(qpos - before).max() < 1e-4:  # converged, possibly at a limit
                 break
         return qpos
 
@@ -170,7 +170,7 @@ class _Search:
         return site_frame(self.model, self.data, self.parts)
 
     def _agility(self, qpos: np.ndarray) -> float:
-        """Return the smallest singular value of the tool's Jacobian, which fades where an arm is stretched."""
+        """Return the smallest singular value of the tool's Jacobian, which vanishes at singularities."""
         position, _, body = self._tool(qpos)
         jacobian = np.zeros((6, self.model.nv))
         mujoco.mj_jac(self.model, self.data, jacobian[:3], jacobian[3:], position, body)
@@ -178,8 +178,8 @@ class _Search:
         return float(np.linalg.svd(jacobian[:, self.dofs], compute_uv=False)[-1])
 
     def _score(self, qpos: np.ndarray) -> float:
-        """Return how bad a posture is: near its limits, wound up, or low above the table."""
+        """Return the cost of a posture: near limits, far from the middle of the ranges, or low above the table."""
         margin = float(np.min(np.minimum(qpos - self.lower, self.upper - qpos) / (self.upper - self.lower)))
         height = float(np.min(-(self.data.xanchor[self.ids[2:] or self.ids] @ self.down)))
-        wound = float((np.abs(qpos - self.starts[0]) / (self.upper - self.lower)).sum())
-        return wound - 20.0 * min(margin, 0.1) - 5.0 * min(height, _HIGH)
+        deviation = float((np.abs(qpos - self.starts[0]) / (self.upper - self.lower)).sum())
+        return deviation - 20.0 * min(margin, 0.1) - 5.0 * min(height, _HIGH)

@@ -1,18 +1,18 @@
-"""Motion primitives of which scripted experts are made: move, grasp, place, push, press, pull, insert, hand over.
+"""Motion primitives for scripted experts: move, grasp, place, push, press, pull, insert, hand over.
 
-A primitive is a :class:`Stage`: where the tool should be, how it holds its fingers, and when that is done. It is a
-function of what is measured now and remembers nothing, so an expert answers in any state that a policy may reach.
-:func:`sequence` puts stages one after the other, and the result is a stage again::
+A primitive is a :class:`Stage`: a target pose of the tool, a grip, and a completion condition. It is a function of the
+current measurements without memory, so an expert can act in any state that a policy reaches. :func:`sequence` combines
+stages into one::
 
     def expert_action(self, scene, actions):
         tool = self.tool.at(scene["qpos"])
         carry = move(tool, scene["goal"], speed=0.03)
         return tool.act(actions, sequence(grasp(tool, scene["cube_pos"], DOWN, scene["held"] > 0), carry))
 
-Every stage is part of a segment of the task (``reach``, ``grasp``, ``move``, ``place`` and others of ``SEGMENTS``),
-which streams can store and samplers weigh; :func:`part` says which.
+Every stage belongs to a segment of the task (``reach``, ``grasp``, ``move``, ``place`` and others of ``SEGMENTS``),
+which streams can store and samplers can weight; :func:`part` sets it.
 
-All is batched torch without branches on values: rows do not depend on each other, and CUDA graphs can record it.
+All is batched torch without data-dependent branches: rows are independent, and CUDA graphs can capture it.
 """
 
 from collections.abc import Sequence
@@ -33,31 +33,31 @@ Direction: TypeAlias = Sequence[float] | Tensor
 
 OPEN, CLOSED = 1.0, -1.0
 UP, DOWN, FORWARD, BACKWARD = (0.0, 0.0, 1.0), (0.0, 0.0, -1.0), (1.0, 0.0, 0.0), (-1.0, 0.0, 0.0)
-_GAIN = 2.0  # the servos reach part of a displacement in one step, so the expert asks for more
-_MAX_TURN = 0.15  # rotation that is asked for in one step, in radians
-_CLEARANCE = 0.1  # distance from which a tool comes to what it takes hold of
+_GAIN = 2.0  # servos reach only part of a displacement within one step
+_MAX_TURN = 0.15  # maximum rotation per step, in radians
+_CLEARANCE = 0.1  # distance from which a tool approaches an object, in metres
 
 
 class Stage(NamedTuple):
-    """Where the tool should go until a condition holds."""
+    """A target of the tool, until a condition is met."""
 
     until: Tensor
-    """Where this is done, bool ``[n]``."""
+    """Whether the stage is complete, bool ``[n]``."""
     pos: Tensor
-    """Where the tool should be, ``[n, 3]``."""
+    """Target position of the tool, ``[n, 3]``."""
     rotation: Tensor
-    """How it should be turned, ``[n, 3, 3]``."""
+    """Target orientation, ``[n, 3, 3]``."""
     grip: Tensor
-    """Its fingers, ``[n, 1]``: 1 open, -1 closed."""
+    """Target of the fingers, ``[n, 1]``: 1 open, -1 closed."""
     speed: Tensor
-    """Metres that are asked for in one step at most, ``[n, 1]``."""
+    """Maximum displacement per step in metres, ``[n, 1]``."""
     segment: Tensor
-    """What it is part of, numbers of ``SEGMENTS``, int64 ``[n]``."""
+    """Segment of the stage, int64 indices into ``SEGMENTS`` ``[n]``."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """The tool of an arm as it is measured now."""
+    """The measured tool of an arm."""
 
     chain: SerialChain
     qpos: Tensor
@@ -67,9 +67,9 @@ class Tool:
     rotation: Tensor
     """Its rotation matrix, ``[n, 3, 3]``."""
     home: Tensor
-    """How the tool is turned where episodes begin, ``[1, 3, 3]``: so it is kept unless a stage says otherwise."""
+    """Initial orientation of the tool, ``[1, 3, 3]``, which stages keep by default."""
     arm: str | None = None
-    """Which of several arms carries it."""
+    """Name of the arm that carries it, if there are several."""
 
     def stage(
         self,
@@ -88,15 +88,15 @@ class Tool:
         return Stage(until, pos, turned.expand_as(self.rotation), fingers, speed * column, number)
 
     def act(self, actions: RobotActionManager, stage: Stage) -> Tensor:
-        """Return the action that carries out a stage, ``[n, action_dim]``; of several arms, this one's part of it.
+        """Return the action for a stage, ``[n, action_dim]``; with several arms, this arm's part of it.
 
-        It is marked by the stage's segment; of several arms, by that of the first.
+        ``actions.segment`` is set to the stage's segment; with several arms, to that of the first.
         """
         actions.segment = stage.segment if actions.segment is None else actions.segment
         return actions.encode(self.qpos, self.twist(stage), stage.grip, self.arm)
 
     def twist(self, stage: Stage) -> Tensor:
-        """Return how a stage moves and turns the tool in one step, ``[n, 6]``."""
+        """Return the displacement and rotation of the tool for one step of a stage, ``[n, 6]``."""
         way = stage.pos - self.pos
         by = way * (stage.speed / length(way).unsqueeze(1).clamp_min(1e-9)).clamp_max(1.0)
         turn = rotation_error(stage.rotation, self.rotation).clamp(-_MAX_TURN, _MAX_TURN)
@@ -104,7 +104,7 @@ class Tool:
 
 
 class ToolArm:
-    """The arm that carries a tool, which ``arm`` names if there are several; :meth:`at` measures it."""
+    """The arm that carries a tool, named by ``arm`` if there are several; :meth:`at` measures the tool."""
 
     def __init__(self, robot: Robot, wanted_by: str = "an expert", arm: str | None = None) -> None:
         self._chain, self._name = chain_of(robot if arm is None else robot.arms[arm], wanted_by), arm
@@ -114,7 +114,7 @@ class ToolArm:
         self._home = self._chain.pose(own.init_qpos[: own.num_joints].to(torch.float32).unsqueeze(0))[1]
 
     def position(self, qpos: Tensor) -> Tensor:
-        """Return where the tool is, ``[n, 3]``, at joint positions of the robot ``[n, dofs]``."""
+        """Return the tool's position ``[n, 3]`` at joint positions of the robot ``[n, dofs]``."""
         return self._chain.position(qpos[:, self._joints])
 
     def at(self, qpos: Tensor) -> Tool:
@@ -124,7 +124,7 @@ class ToolArm:
 
 
 def sequence(*stages: Stage) -> Stage:
-    """Return the stage that acts in each env: the first that is not done, or the last where all are."""
+    """Return in each env the first stage that is not complete, or the last one."""
     chosen = stages[-1]
     done = chosen.until
     for stage in reversed(stages[:-1]):
@@ -134,13 +134,13 @@ def sequence(*stages: Stage) -> Stage:
 
 
 def either(condition: Tensor, one: Stage, other: Stage) -> Stage:
-    """Return ``one`` where ``condition`` ``[n]`` holds, and ``other`` elsewhere."""
+    """Return ``one`` where ``condition`` ``[n]`` is true, and ``other`` elsewhere."""
     parts = (torch.where(_like(condition, a), a, b) for a, b in zip(one, other, strict=True))
     return Stage(*parts)
 
 
 def part(segment: str, stage: Stage) -> Stage:
-    """Return a stage that is part of a segment, one of ``SEGMENTS``."""
+    """Return a stage with a segment, one of ``SEGMENTS``."""
     return stage._replace(segment=torch.full_like(stage.segment, _number(segment)))
 
 
@@ -151,7 +151,7 @@ def _number(segment: str) -> int:
 
 
 def unless(condition: Tensor, stage: Stage) -> Stage:
-    """Return a stage that also counts as done where ``condition`` ``[n]`` holds, such as a grasp of what is placed."""
+    """Return a stage that is also complete where ``condition`` ``[n]`` is true, such as a grasp of a placed object."""
     return stage._replace(until=stage.until | condition)
 
 
@@ -163,7 +163,7 @@ def move(
     speed: float = 0.03,
     rotation: Tensor | None = None,
 ) -> Stage:
-    """Bring the tool to a point ``[n, 3]``."""
+    """Move the tool to a point ``[n, 3]``."""
     return tool.stage(length(to - tool.pos) < tolerance, to, grip, speed, rotation)
 
 
@@ -177,7 +177,7 @@ def grasp(
     speed: float = 0.03,
     rotation: Tensor | None = None,
 ) -> Stage:
-    """Come to a point ``[n, 3]`` along a direction with open fingers, and close them; done where ``held`` ``[n]``."""
+    """Approach a point ``[n, 3]`` along a direction with open fingers, and close them; complete where ``held``."""
     ahead, aside, direction = _split(at - tool.pos, along)
     aligned = (length(aside) < tolerance) | held
     far = (ahead > 0.5 * clearance) | aligned
@@ -202,9 +202,9 @@ def place(
     speed: float = 0.03,
     rotation: Tensor | None = None,
 ) -> Stage:
-    """Carry ``what`` is held, now at ``[n, 3]``, over ``to``, set it down along a direction, open and leave.
+    """Carry a held object at ``what`` ``[n, 3]`` above ``to``, lower it along a direction, release it and leave.
 
-    ``released`` ``[n]`` tells where the fingers are open. Done where it lies at ``to`` and the tool has left it.
+    ``released`` ``[n]`` is whether the fingers are open. Complete where the object is at ``to`` and the tool has left.
     """
     _, aside, direction = _split(to - what, along)
     placed = length(to - what) < tolerance
@@ -230,10 +230,10 @@ def push(
     speed: float = 0.04,
     push_speed: float = 0.012,
 ) -> Stage:
-    """Slide ``what`` ``[n, 2 or 3]`` over a table to a point: pass over it, come down behind it, push, steer, rise.
+    """Push an object at ``what`` ``[n, 2 or 3]`` across a table to a point, correcting for drift, and raise the tool.
 
-    ``reach`` is the distance of the two centres at which they touch. ``low`` and ``high`` are heights of the tool for
-    pushing and for passing over it. Done where it lies within ``tolerance`` of the point.
+    ``reach`` is the distance of the two centres at contact. ``low`` and ``high`` are heights of the tool for pushing
+    and for passing over the object. Complete where it is within ``tolerance`` of the point.
     """
     way = to[:, :2] - what[:, :2]
     direction = way / length(way).unsqueeze(1).clamp_min(1e-6)
@@ -243,9 +243,9 @@ def push(
     along = dot(from_it, direction)
     aside = from_it - along.unsqueeze(1) * direction
     behind = what[:, :2] - reach * direction
-    # Behind it and on the line to the goal: push. The cone widens with the distance behind.
+    # Push when behind the object and on the line to the goal. The cone widens with the distance.
     ready = (along < -0.6 * reach) & (length(aside) < 0.012 + 0.3 * (-along - reach).clamp_min(0.0))
-    clear = length(from_it) > 1.6 * reach  # far enough to the side to move and sink freely
+    clear = length(from_it) > 1.6 * reach  # far enough from the object to move and lower freely
     sink = ready | (length(behind - tip) < 0.015) | (clear & (along < 0.0))
     at = lambda xy, z: torch.cat((xy, torch.full_like(xy[:, :1], z)), dim=1)  # noqa: E731
     return sequence(
@@ -267,7 +267,7 @@ def press(
     speed: float = 0.02,
     rotation: Tensor | None = None,
 ) -> Stage:
-    """Come before a point ``[n, 3]`` with closed fingers and push against it in a direction: a button, a drawer."""
+    """Approach a point ``[n, 3]`` with closed fingers and push against it, as for a button or a drawer."""
     ahead, aside, direction = _split(at - tool.pos, along)
     aligned = (length(aside) < tolerance) & (ahead > -2.0 * tolerance)
     far = (ahead > 0.5 * clearance) | aligned
@@ -283,9 +283,9 @@ def pull(
     tool: Tool, until: Tensor, at: Tensor, along: Direction, grip: float | Tensor = CLOSED, speed: float = 0.01,
     rotation: Tensor | None = None,
 ) -> Stage:  # fmt: skip
-    """Pull (or push) what is taken hold of ``at`` a point ``[n, 3]`` in a direction, until a condition ``[n]`` holds.
+    """Pull (or push) the part grasped ``at`` a point ``[n, 3]`` in a direction, until a condition ``[n]`` is met.
 
-    The tool goes on and on, whether or not the point follows, and stays on the line through it.
+    The target always stays ahead of the tool, on the line through the point, whether or not the part follows.
     """
     _, aside, direction = _split(at - tool.pos, along)
     return tool.stage(until, tool.pos + aside + speed * direction, grip, speed, rotation, "pull")
@@ -301,13 +301,13 @@ def pull_arc(
     speed: float = 0.01,
     rotation: Tensor | None = None,
 ) -> Stage:
-    """Pull what is taken hold of ``at`` a point ``[n, 3]`` round a pivot ``[n, 3]``, such as a door about its hinges.
+    """Pull the part grasped ``at`` a point ``[n, 3]`` around a ``pivot`` ``[n, 3]``, such as a door about its hinges.
 
-    It turns counterclockwise about the axis; the other way round about the opposite one.
+    The rotation is counterclockwise about the axis.
     """
     _, lever, direction = _split(at - pivot, axis)
     tangent = torch.linalg.cross(direction.expand_as(lever), lever, dim=1)
-    # A chord leaves the arc by half of its angle: a step of ``speed`` metres turns by speed / radius.
+    # A chord deviates from the arc by half its angle: a step of ``speed`` metres rotates by speed / radius.
     radius = length(lever).unsqueeze(1).clamp_min(speed)
     ahead = tangent / radius - (0.5 * speed / radius) * (lever / radius)
     return pull(tool, until, at, ahead / length(ahead).unsqueeze(1), grip, speed, rotation)
@@ -324,9 +324,9 @@ def insert(
     speed: float = 0.03,
     rotation: Tensor | None = None,
 ) -> Stage:
-    """Bring the ``tip`` ``[n, 3]`` of what is held before a ``hole`` ``[n, 3]``, and push it in along a direction.
+    """Move the ``tip`` ``[n, 3]`` of a held object in front of a ``hole`` ``[n, 3]``, and insert it along a direction.
 
-    It comes down a funnel: the nearer to the hole, the better it has to be aligned, to ``tolerance`` at its rim.
+    The tolerance is a funnel: alignment must improve towards the hole, to ``tolerance`` at its rim.
     """
     ahead, aside, direction = _split(hole - tip, along)
     off, inside = length(aside), ahead < -0.003
@@ -353,11 +353,11 @@ def hand_over(
     speed: float = 0.03,
     clearance: float = _CLEARANCE,
 ) -> tuple[Stage, Stage]:
-    """Pass an object from one arm to another: return what each of the two does.
+    """Return the stages of the two arms that pass an object from one to the other.
 
-    The giver takes hold of ``grips[0]`` ``[n, 3]`` along ``along[0]`` and brings the point ``grips[1]`` to ``meet``,
-    where the taker takes hold of it along ``along[1]``. Once both hold it (``held``, two bools ``[n]``), the giver
-    opens its fingers and leaves. Done where the taker alone holds the object and the giver is away from it.
+    The giver grasps ``grips[0]`` ``[n, 3]`` along ``along[0]`` and brings the point ``grips[1]`` to ``meet``, where the
+    taker grasps it along ``along[1]``. Once both hold it (``held``, two bools ``[n]``), the giver releases it and
+    leaves. Complete where only the taker holds the object and the giver is away from it.
     """
     given, taken = held
     at, there = grips
@@ -366,7 +366,7 @@ def hand_over(
     back = giver.pos - clearance * _direction(along[0], giver.pos)
     giving = sequence(
         grasp(giver, at, along[0], given | taken, clearance, speed=speed),
-        # Half of the way: what is held by one end swings, and would be swung the more.
+        # Half of the distance: an object held at one end swings.
         giver.stage(arrived, giver.pos + 0.5 * (meet - there), CLOSED, speed),
         giver.stage(taken, giver.pos, CLOSED, speed, segment="hand_over"),
         giver.stage(~given, giver.pos, OPEN, speed, segment="hand_over"),
@@ -389,12 +389,12 @@ def _direction(along: Direction, like: Tensor) -> Tensor:
 
 
 def _split(way: Tensor, along: Direction) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a way ``[n, 3]`` into how far it goes along a direction ``[n]`` and the rest; return the direction too."""
+    """Split a vector ``[n, 3]`` into its length along a direction ``[n]`` and the rest; also return the direction."""
     direction = _direction(along, way)
     ahead = dot(way, direction)
     return ahead, way - ahead.unsqueeze(1) * direction, direction
 
 
 def _like(mask: Tensor, value: Tensor) -> Tensor:
-    """Return a mask ``[n]`` in a shape that broadcasts with ``value`` ``[n, ...]``."""
+    """Return a mask ``[n]`` reshaped to broadcast with ``value`` ``[n, ...]``."""
     return mask.view(-1, *[1] * (value.dim() - 1))

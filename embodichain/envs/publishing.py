@@ -1,9 +1,9 @@
-"""Lets a viewer look into environments that another process steps: positions of a few envs, while somebody watches.
+"""Publishes the states of a few envs to a viewer in another process, while it is watching.
 
-A process that finds a folder in ``EMBODICHAIN_VIEWER`` describes each of its environments there, in three files: the
-model, what the numbers are, and the numbers, which are mapped into memory. The first number is the time until which
-somebody watches. It is looked at after every step; only then, and at most thirty times in a second, states are copied.
-Nothing is written that a step reads, and no random number is drawn.
+A process with a folder in ``EMBODICHAIN_VIEWER`` writes three files there for each of its environments: the model, a
+description, and memory-mapped numbers. The first number is the time until which a viewer is watching. It is checked
+after every step; only if it lies in the future, and at most thirty times per second, states are copied. Publishing
+affects neither the simulation nor its random numbers.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # whoever reads needs neither torch nor tasks, and starts in a moment
+if TYPE_CHECKING:  # readers need neither torch nor tasks, and start quickly
     from torch import Tensor
 
     from embodichain.envs.task_env import TaskEnv
 
 FOLDER_VARIABLE = "EMBODICHAIN_VIEWER"
 MAX_ENVS = 16
-"""Envs of an environment that are shown."""
+"""Maximum number of published envs."""
 _PERIOD = 1.0 / 30.0
 _HEADER = 4
 _UNTIL, _SEQUENCE, _STEPS = 0, 1, 2
-"""Where the header has the time until which somebody watches, a number that is odd during a write, and all steps."""
+"""Indices in the header: watched until, a sequence number that is odd during a write, and total steps."""
 _numbers = itertools.count()
 
 
 class PublishedStates:
-    """The mapped numbers of an environment; one process publishes them, another one reads."""
+    """The memory-mapped numbers of an environment, written by one process and read by another."""
 
     def __init__(self, file: Path, num_envs: int, nq: int, nmocap: int, create: bool = False) -> None:
         sizes = (_HEADER, num_envs * nq, num_envs * nmocap * 7, num_envs, num_envs)
@@ -49,28 +49,28 @@ class PublishedStates:
         self.qpos, self.mocap = qpos.reshape(num_envs, nq), mocap.reshape(num_envs, nmocap, 7)
 
     def watch(self, seconds: float) -> None:
-        """Ask for states during the next seconds; 0 asks for no more."""
+        """Request states for the next seconds; 0 stops them."""
         self.header[_UNTIL] = time.monotonic() + seconds if seconds else 0.0
 
     @property
     def steps(self) -> int:
-        """Steps that the environment has had."""
+        """Total steps of the environment."""
         return int(self.header[_STEPS])
 
     @property
     def sequence(self) -> int:
-        """A number that differs from state to state, and is odd while one is written."""
+        """A number that changes with every state, and is odd during a write."""
         return int(self.header[_SEQUENCE])
 
     def read(self) -> tuple[NDArray[np.float64], ...] | None:
-        """Return copies of positions, mocap bodies, steps and rewards; ``None`` if they were being written."""
+        """Return copies of positions, mocap poses, steps and rewards; ``None`` during a write."""
         before = self.sequence
         copies = tuple(part.copy() for part in (self.qpos, self.mocap, self.step, self.reward))
         return copies if before == self.sequence and before and not before % 2 else None
 
 
 class Publisher:
-    """Publishes the states of an environment; it is called after every step."""
+    """Publishes the states of an environment; called after every step."""
 
     def __init__(self, env: TaskEnv, folder: Path) -> None:
         self._env, model = env, env.physics.model
@@ -93,10 +93,10 @@ class Publisher:
         }
         partial = folder / f".{name}.partial"
         partial.write_text(json.dumps(described), encoding="utf-8")
-        partial.replace(folder / f"{name}.json")  # last: whoever finds it finds the others
+        partial.replace(folder / f"{name}.json")  # last, so that readers find the other files
 
     def __call__(self, reward: Tensor) -> None:
-        """Publish the present state if somebody watches and it is time."""
+        """Publish the current state if a viewer is watching and the next one is due."""
         header = self._header
         header[_STEPS] += 1.0
         if not header[_UNTIL]:
@@ -106,7 +106,7 @@ class Publisher:
             return
         self._next = now + _PERIOD
         if now > header[_UNTIL]:
-            header[_UNTIL] = 0.0  # whoever watched is gone
+            header[_UNTIL] = 0.0  # the viewer has gone
             return
         self._write(reward)
 
@@ -121,8 +121,8 @@ class Publisher:
 
 
 def positions(env: TaskEnv, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return joint positions ``[count, nq]`` and poses of mocap bodies ``[count, nmocap, 7]`` of the first envs, with
-    markers such as goals where they belong."""
+    """Return joint positions ``[count, nq]`` and mocap poses ``[count, nmocap, 7]`` of the first envs, including
+    markers such as goals."""
     physics = env.physics
     qpos = np.array(_host(physics.qpos[:count]), np.float64)
     mocap = np.empty((count, int(physics.model.nmocap), 7))
@@ -134,7 +134,7 @@ def positions(env: TaskEnv, count: int) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def step_seconds(env: TaskEnv) -> float:
-    """Return the simulated time of a step."""
+    """Return the simulated seconds per step."""
     return float(env.physics.model.opt.timestep) * env.task.substeps
 
 
@@ -144,7 +144,7 @@ def _host(values: Tensor) -> NDArray[Any]:
 
 
 def publish_if_asked(env: TaskEnv) -> TaskEnv:
-    """Publish the states of an environment where this process was started with a viewer beside it."""
+    """Publish the states of an environment if this process was started with a viewer."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and os.path.isdir(folder):
         env.on_step = Publisher(env, Path(folder))

@@ -1,15 +1,15 @@
-"""Events: what is drawn anew when an episode starts, and what happens to a robot while it lasts.
+"""Events: randomisation at reset, and disturbances during an episode.
 
-A config names registered events (``env.events``). One's own is a function or a class::
+A config names registered events (``env.events``). Register your own as a function or a class::
 
     @register_event("softness", fields=("geom_solref",))
     def softness(world, rows, draw, seconds: Range = (0.02, 0.04)):
         rows["geom_solref"][:, :, 0] = draw.values(seconds, 1)
 
-``fields`` are fields of the MuJoCo model, or ``qpos`` and ``qvel``. ``rows`` has the values ``[n, ...]``
-of some envs, which the event writes in place; everything it draws comes from ``draw``. Written once in torch, it runs
-on the CPU and, recorded in a CUDA graph, on a GPU: no ``.item()``, no shapes that depend on data. The events that come
-with the package are in ``event_terms.py``, ``motion_events.py`` and ``visual_events.py``.
+``fields`` are fields of the MuJoCo model, or ``qpos`` and ``qvel``. ``rows`` holds the values ``[n, ...]`` of some
+envs, which the event writes in place; it samples from ``draw`` only. An event is written in torch and runs on the CPU
+and, captured in a CUDA graph, on a GPU: it must not use ``.item()`` or data-dependent shapes. The package's events are
+in ``event_terms.py``, ``motion_events.py`` and ``visual_events.py``.
 """
 
 import math
@@ -32,18 +32,18 @@ from embodichain.envs.terms import TermRegistry
 from embodichain.errors import ConfigError
 
 Distribution = Literal["uniform", "log_uniform", "gaussian"]
-"""Within a range: uniform; uniform in the logarithm; or normal around the middle, the ends being two standard
-deviations away and values beyond put at the ends."""
+"""``uniform`` and ``log_uniform`` within a range; ``gaussian``: normal with its mean in the middle and the bounds at
+two standard deviations, clipped to the bounds."""
 Rows = dict[str, Tensor]
 """Values of some envs by field, ``[n, ...]`` each."""
 _MOTION = ("qpos", "qvel")
 
 
 class Draw:
-    """Random numbers for one event in some envs, which follow from their episodes' seeds alone."""
+    """Random numbers for one event in some envs; they depend on the episode seeds only."""
 
     def __init__(self, streams: RandomStreams, env_ids: Tensor, channel: Tensor | None, step: Tensor | None) -> None:
-        """``channel`` ``None`` takes the next numbers of the streams; ``step`` tells the draws of an episode apart."""
+        """Without a ``channel``, numbers come from the streams in order; ``step`` separates the draws of an episode."""
         self.env_ids, self.step, self._streams, self._channel = env_ids, step, streams, channel
         self._first: Tensor | int = 0 if step is None else (step + 1) * CHANNEL_DRAWS
 
@@ -53,7 +53,7 @@ class Draw:
         return self.env_ids.numel()
 
     def unit(self, size: int) -> Tensor:
-        """Draw float64 ``[n, size]`` from [0, 1)."""
+        """Sample float64 ``[n, size]`` from [0, 1)."""
         if self._channel is None:
             return self._streams.uniform(self.env_ids, size)
         drawn = self._streams.of(self.env_ids, self._channel, self._first, size)
@@ -61,11 +61,11 @@ class Draw:
         return drawn
 
     def normal(self, size: int) -> Tensor:
-        """Draw standard normal float64 ``[n, size]``."""
+        """Sample standard normal float64 ``[n, size]``."""
         return box_muller(self.unit(2 * size))
 
     def values(self, bounds: tuple[float, float], size: int, distribution: Distribution = "uniform") -> Tensor:
-        """Draw float64 ``[n, size]`` within a range, which may follow a curriculum."""
+        """Sample float64 ``[n, size]`` from a range, which may follow a curriculum."""
         curricula = self._streams.curricula
         low, high = bounds if curricula is None else curricula.bounds(bounds, self.env_ids)
         if distribution == "uniform":
@@ -76,86 +76,86 @@ class Draw:
         return 0.5 * (low + high) + (0.25 * (high - low)) * self.normal(size).clamp(-2.0, 2.0)
 
     def steps(self, bounds: tuple[int, int]) -> Tensor:
-        """Draw a whole number within bounds, both included, int64 ``[n]``."""
+        """Sample an integer from the bounds, inclusive, int64 ``[n]``."""
         fewest, most = bounds
         return (fewest + torch.floor(self.unit(1)[:, 0] * (most - fewest + 1))).long().clamp(fewest, most)
 
 
 @dataclass(frozen=True)
 class World:
-    """What an event may know when it is made."""
+    """What an event can access in its constructor."""
 
     physics: Physics
     robot: Robot | None
     step_seconds: float
-    """Simulated time of one environment step."""
+    """Simulated seconds per environment step."""
     action_dim: int
     key: str
-    """Path of the event in the config, for errors."""
+    """Path of the event in the config, for error messages."""
     object_body: str | None = None
     """The task's object, if it has one."""
 
     @property
     def model(self) -> mujoco.MjModel:
-        """The model with its nominal values."""
+        """The model with nominal values."""
         return self.physics.model
 
     def tensor(self, values: Any) -> Tensor:
-        """Return numbers as a float64 tensor where the simulation is."""
+        """Return a float64 tensor on the device of the simulation."""
         return torch.tensor(values, dtype=torch.float64, device=self.physics.device)
 
     def zeros(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an own value of an event, ``[num_envs, *size]``."""
+        """Return zeros ``[num_envs, *size]`` for a variable of an event."""
         return torch.zeros(self.physics.num_envs, *size, dtype=dtype, device=self.physics.device)
 
 
 class EventTerm:
-    """One event of a config. A subclass takes ``world`` and its parameters; their types are checked."""
+    """Base class of events. A subclass takes ``world`` and its parameters, whose types are checked."""
 
     modes: ClassVar[tuple[str, ...]] = ("reset", "interval", "step")
-    """When it may happen; the first is the default."""
+    """Supported modes; the first is the default."""
     replaces: ClassVar[bool] = False
-    """Whether it writes the model whatever is there, so that no second event may write the same elements."""
+    """Whether it overwrites model values, so that no other event may write the same elements."""
     fields: tuple[str, ...] = ()
-    """What it writes: fields of the model, ``qpos``, ``qvel``."""
+    """Fields it writes: model fields, ``qpos``, ``qvel``."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.variables: dict[str, Tensor] = {}
-        """Values of its own, ``[num_envs, ...]`` each, which are saved with the state and are among the rows."""
+        """State of the event, ``[num_envs, ...]`` each; saved with the environment's state and included in ``rows``."""
 
     def begin(self, rows: Rows, draw: Draw) -> None:
-        """Write what episodes begin with into the rows of ``variables``, whatever the mode is."""
+        """Write the initial values of ``variables`` into ``rows`` at reset, in every mode."""
 
     def apply(self, rows: Rows, draw: Draw) -> None:
-        """Let it happen: write new values into ``rows``, which has ``fields`` and ``variables`` of some envs."""
+        """Apply the event: write new values into ``rows``, which holds ``fields`` and ``variables`` of some envs."""
 
     def act(self, action: Tensor, step: Tensor, draw: Draw) -> Tensor:
-        """Return what becomes of an action ``[num_envs, action_dim]`` on its way to the robot."""
+        """Return the modified action ``[num_envs, action_dim]``."""
         return action
 
     def clear(self) -> None:
-        """Take back what lasted in the step before; called for all events before ``every_step`` of the first."""
+        """Undo the effect on the previous step; called for all events before any ``every_step``."""
 
     def every_step(self, step: Tensor) -> None:
-        """Do what lasts; called before every step, which is number ``step`` ``[num_envs]`` of the episodes."""
+        """Apply a lasting effect; called before every step; ``step`` ``[num_envs]`` is its number in the episode."""
 
 
 class Calibration(EventTerm, ABC):
-    """An event that lets the robot's joints be measured, and commanded, with an error."""
+    """An event that adds an error to measured and commanded joint positions."""
 
     @property
     @abstractmethod
     def offset(self) -> Tensor:
-        """The error of the measured positions, ``[num_envs, dofs]``."""
+        """The error of measured joint positions, ``[num_envs, dofs]``."""
 
     @abstractmethod
     def correct(self, control: Tensor) -> Tensor:
-        """Return motor commands ``[num_envs, nu]`` as the robot understands them, from those that are meant."""
+        """Return motor commands ``[num_envs, nu]`` that include the error."""
 
 
 class _FunctionTerm(EventTerm):
-    """An event that is a function of ``(world, rows, draw, **params)``."""
+    """An event defined by a function ``(world, rows, draw, **params)``."""
 
     def __init__(self, world: World, function: Callable[..., None], params: Mapping[str, Any]) -> None:
         super().__init__(world)
@@ -197,15 +197,15 @@ EVENTS: TermRegistry[Any] = TermRegistry(
         "camera_fov": f"{_HERE}.visual_events:CameraFov",
     },
 )
-"""Events that a config can name; those of the package are imported when one of them is asked for."""
+"""Registered events; those of the package are imported on first use."""
 _fields_of: dict[Any, tuple[str, ...]] = {}
 _T = TypeVar("_T", bound=Callable[..., Any])
 
 
 def register_event(name: str, fields: Sequence[str] = ()) -> Callable[[_T], _T]:
-    """Return the decorator that registers an ``EventTerm``, or a function ``(world, rows, draw, **params)``.
+    """Return a decorator that registers an ``EventTerm`` class or a function ``(world, rows, draw, **params)``.
 
-    A function writes ``fields``; a class names them itself. A second one of a name replaces the first.
+    ``fields`` are those that a function writes; a class has an attribute. An existing name is replaced.
     """
 
     def add(event: _T) -> _T:
@@ -217,23 +217,23 @@ def register_event(name: str, fields: Sequence[str] = ()) -> Callable[[_T], _T]:
 
 
 def spare_rows(events: EventsCfg, model: mujoco.MjModel) -> int:
-    """Return how many constraints events may add to a model: the friction of joints that have none."""
+    """Return the number of constraints that events may add to a model: friction of joints without any."""
     used = [EVENTS[term.func] for term in events.terms.values() if term is not None and term.func in EVENTS]
     adds = any("dof_frictionloss" in _fields_of.get(e, getattr(e, "fields", ())) for e in used)
     return int((model.dof_frictionloss == 0).sum()) if adds else 0
 
 
 class _Event:
-    """A term with its place in time and in the random numbers."""
+    """An event term with its schedule and its random channel."""
 
     def __init__(
         self, name: str, term: EventTerm, params: Any, mode: str = "reset", between: tuple[float, float] = (0.0, 0.0)
     ) -> None:
-        """``between`` are the seconds between two events."""
+        """``between`` is the range of seconds between two events."""
         self.name, self.term, self.params, self.mode, self.between = name, term, params, mode, between
         physics = term.world.physics
         self.channel: Tensor | None = channel(f"events.{name}", physics.device)
-        """Its random numbers; ``None``: the next ones of the streams."""
+        """Random channel; ``None`` uses the streams in order."""
         self.clock = channel(f"events.{name}.interval", physics.device)
         self.motion = [field for field in term.fields if field in _MOTION]
         self.due: Tensor | None = None
@@ -246,13 +246,13 @@ class _Event:
         self.derives = any(field in DERIVING for field in term.fields)
 
     def wait(self, streams: RandomStreams, env_ids: Tensor, step: Tensor | None) -> Tensor:
-        """Draw how many steps to wait for the next event, int64 ``[n]``."""
+        """Sample the number of steps until the next event, int64 ``[n]``."""
         seconds = Draw(streams, env_ids, self.clock, step).values(self.between, 1)[:, 0]
         return torch.round(seconds / self.term.world.step_seconds).long().clamp_min(1)
 
 
 def model_field(physics: Physics, name: str, key: str) -> Tensor:
-    """Return a field of the model with one row per env; ``ConfigError`` if there is none."""
+    """Return a model field with one row per env; ``ConfigError`` if it does not exist."""
     try:
         return physics.model_field(name)
     except (AttributeError, ValueError, KeyError, TypeError) as error:
@@ -260,7 +260,7 @@ def model_field(physics: Physics, name: str, key: str) -> Tensor:
 
 
 class DomainRandomization:
-    """The events of a config; does nothing, and costs nothing, where there are none."""
+    """Applies the events of a config."""
 
     def __init__(self, cfg: EventsCfg, world: World, curricula: Curricula) -> None:
         """``world.key`` is the path of ``cfg``."""
@@ -276,9 +276,9 @@ class DomainRandomization:
         if len(wrong) > 1:
             raise ConfigError(f"{world.key}.{wrong[1]}: the robot's joints have one error, that of {wrong[0]}")
         self.calibration = next((term for term in self.terms if isinstance(term, Calibration)), None)
-        """The error of the robot's joints, if there is one."""
+        """The calibration error of the robot's joints, if there is one."""
         self._all = torch.arange(world.physics.num_envs, device=world.physics.device)
-        self._model: Rows = {}  # all rows of the model that differ
+        self._model: Rows = {}  # all model fields that differ between envs
         for event in self._events:
             self._model |= {field: value for field, value in event.live.items() if field in event.term.fields}
         self._nominal = {name: value[:1].clone() for name, value in self._model.items()}
@@ -286,7 +286,7 @@ class DomainRandomization:
         self._check_shared(world.key)
 
     def _check_shared(self, key: str) -> None:
-        """Raise ``ConfigError`` if two events replace the same elements of the model: one of them would do nothing."""
+        """Raise ``ConfigError`` if two events overwrite the same elements of the model."""
         replacing = [event for event in self._events if event.term.replaces]
         fields = [field for event in replacing for field in event.term.fields]
         writers: dict[str, list[tuple[str, Tensor]]] = {}
@@ -302,20 +302,20 @@ class DomainRandomization:
                 written = ~rows[field].isnan()
                 others = [name for name, elements in writers.setdefault(field, []) if bool((elements & written).any())]
                 if others:
-                    told = f"{others[0]} draws the same elements of {field}; let them choose different ones"
+                    problem = f"{others[0]} draws the same elements of {field}; let them choose different ones"
                     advice = ", or set the parameter inertia of mass to false" if field == "body_inertia" else ""
-                    problems.append(f"{key}.{event.name}: {told}{advice}, or leave one out")
+                    problems.append(f"{key}.{event.name}: {problem}{advice}, or leave one out")
                 writers[field].append((event.name, written))
         if problems:
             raise ConfigError(problems)
 
     @property
     def active(self) -> bool:
-        """Whether there are events at all."""
+        """Whether there are any events."""
         return bool(self._events)
 
     def add(self, name: str, term: EventTerm) -> None:
-        """Add an event that writes no field of the model and happens when an episode begins."""
+        """Add a reset event that writes no model fields."""
         self._events.append(_Event(name, term, {}))
 
     @property
@@ -324,14 +324,14 @@ class DomainRandomization:
         return [event.term for event in self._events]
 
     def apply(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
-        """Draw new values for episodes that are about to begin from ``start`` in these envs."""
+        """Apply the events of a reset to these envs; ``start`` is their reset state."""
         for live, rows in self._draw(env_ids, streams, start):
             live[env_ids] = rows
         if self._derives:
             self._physics.refresh_model(env_ids)
 
     def apply_where(self, mask: Tensor, streams: RandomStreams, drawn: Tensor, start: ResetState) -> Tensor:
-        """Do so where ``mask`` ``[num_envs]`` holds; ``drawn`` is the streams' state, which is returned advanced."""
+        """Like ``apply``, where ``mask`` ``[num_envs]`` is true; returns the stream state ``drawn``, advanced."""
         before = streams.state.clone()
         streams.state.copy_(drawn)
         for live, rows in self._draw(self._all, streams, start):
@@ -343,7 +343,7 @@ class DomainRandomization:
         return after
 
     def before_step(self, step: Tensor, streams: RandomStreams) -> None:
-        """Let happen what is due before step number ``step`` ``[num_envs]`` of the episodes."""
+        """Apply the events that are due before step ``step`` ``[num_envs]`` of the episodes."""
         for event in self._later:
             mask = torch.ones_like(step, dtype=torch.bool) if event.due is None else step >= event.due
             if mask.device.type == "cpu" and not bool(mask.any()):
@@ -363,17 +363,17 @@ class DomainRandomization:
             event.term.every_step(step)
 
     def act(self, action: Tensor, step: Tensor, streams: RandomStreams) -> Tensor:
-        """Return what of an action ``[num_envs, action_dim]`` reaches the robot in step number ``step``."""
+        """Return the action ``[num_envs, action_dim]`` as modified by the events."""
         for event in self._acting:
             action = event.term.act(action, step, Draw(streams, self._all, event.channel, step))
         return action
 
     def state(self) -> dict[str, Tensor]:
-        """Return the fields of the model that differ, ``[num_envs, ...]`` each."""
+        """Return copies of the model fields that differ between envs, ``[num_envs, ...]`` each."""
         return {name: value.clone() for name, value in self._model.items()}
 
     def variables(self) -> dict[str, Tensor]:
-        """Return the events' own values, live, ``[num_envs, ...]`` each."""
+        """Return the live variables of all events, ``[num_envs, ...]`` each."""
         events = self._events
         return {f"{e.name}.{name}".replace("/", "."): value for e in events for name, value in e.term.variables.items()}
 
@@ -385,9 +385,9 @@ class DomainRandomization:
             self._physics.refresh_model(env_ids)
 
     def _draw(self, ids: Tensor, streams: RandomStreams, start: ResetState) -> list[tuple[Tensor, Tensor]]:
-        """Draw what episodes in these envs begin with: pairs of live values and rows of them.
+        """Sample the initial values of episodes in these envs; return pairs of live tensors and new rows.
 
-        All fields begin with their nominal values, so that nothing is left of the episode before.
+        All fields start from their nominal values, so that nothing of the last episode remains.
         """
         fields = {name: value.repeat(ids.numel(), *[1] * (value.dim() - 1)) for name, value in self._nominal.items()}
         pairs = []
@@ -413,7 +413,7 @@ def _write_where(mask: Tensor, live: Tensor, rows: Tensor) -> None:
 
 
 def _config_events(cfg: EventsCfg, world: World) -> list[_Event]:
-    """Make all registered events of a config, or raise all that is wrong with them at once."""
+    """Create all events of a config, or raise all their problems at once."""
     made, problems = [], []
     for name, entry in cfg.terms.items():
         if entry is None:
@@ -441,7 +441,7 @@ def _make(name: str, cfg: EventTermCfg, world: World) -> _Event:
 
 
 def _object_events(cfg: EventsCfg, world: World) -> list[_Event]:
-    """Return ``randomize_friction`` and ``randomize_mass``: one factor each for the task's object."""
+    """Return the events of ``randomize_friction`` and ``randomize_mass``: one factor each for the task's object."""
     chosen: dict[str, tuple[str, ScaleRangeCfg]] = {}
     if cfg.randomize_friction is not None:
         chosen["randomize_friction"] = ("friction", cfg.randomize_friction)

@@ -1,4 +1,4 @@
-"""Rolling out whole episodes, and recording one env: a video, or a trajectory plot where there is no OpenGL."""
+"""Rolls out whole episodes, and records one env as a video, or as a trajectory plot without OpenGL."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from embodichain.errors import EmbodiChainError, OutputError, writing
 _SUFFIXES = (".mp4", ".mkv", ".mov")
 _DPI = 100
 _MAX_FPS = 30.0
-_HOLD_SECONDS = 0.8  # the last frame of an episode stays this long
+_HOLD_SECONDS = 0.8  # duration of the last frame of an episode
 BLUE, ORANGE, GREEN = "#2e6cbe", "#e67e22", "#279856"
 _TRAJECTORIES = {("robot", "ee_pos"): "end effector", ("object", "pos"): "object"}
 _GOAL = ("goal", "pos")
 
 
 class VideoWriter:
-    """Writes an H.264 file, which appears when it is complete; frames are padded to even sizes, as H.264 needs them."""
+    """Writes an H.264 file, which appears once it is complete; frames are padded to even sizes, as H.264 requires."""
 
     def __init__(self, path: str | os.PathLike[str], fps: float = 30.0) -> None:
         self.path = prepare_output(path, _SUFFIXES)
@@ -67,7 +67,7 @@ class VideoWriter:
         self.num_frames += 1
 
     def close(self, keep: bool = True) -> None:
-        """Finish the file, or throw away what was written; calling it twice is fine."""
+        """Finish the file, or discard it; may be called more than once."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
@@ -87,7 +87,7 @@ def write_image(path: str | os.PathLike[str], image: np.ndarray) -> Path:
 
 
 def prepare_output(path: str | os.PathLike[str], suffixes: Sequence[str]) -> Path:
-    """Return the path of a file to be written; create its folder, or raise ``OutputError`` if it cannot be written."""
+    """Create the folder of an output file and return its path; ``OutputError`` if it cannot be written."""
     target = Path(path).expanduser()
     if target.suffix.lower() not in suffixes:
         raise OutputError(f"expected a file name that ends in {' or '.join(suffixes)}, got {str(path)!r}")
@@ -102,7 +102,7 @@ def prepare_output(path: str | os.PathLike[str], suffixes: Sequence[str]) -> Pat
 
 
 def caption(frame: np.ndarray, text: str) -> np.ndarray:
-    """Return a copy of a frame ``[H, W, 3]`` with a line of text in its lower left corner."""
+    """Return a copy of a frame ``[H, W, 3]`` with a line of text in the lower left corner."""
     image, size = Image.fromarray(frame), max(11, frame.shape[0] // 18)
     at, font = (size * 0.7, frame.shape[0] - size * 0.6), ImageFont.load_default(size)
     ImageDraw.Draw(image).text(at, text, "white", font, anchor="ls", stroke_width=2, stroke_fill="#282c34")
@@ -115,11 +115,11 @@ def plot_trajectories(
     title: str = "",
     size: tuple[int, int] = (640, 900),
 ) -> np.ndarray:
-    """Return a plot of an episode seen from above, uint8 ``[*size, 3]``: x to the right, y up, one scale.
+    """Return a top-view plot of an episode, uint8 ``[*size, 3]``, with x to the right and y up, at equal scale.
 
-    ``trajectories`` are ``[n, 2]`` in metres by name, from ring to dot; ``goal`` is the x, y and radius of a region.
+    ``trajectories`` are ``[n, 2]`` in metres by name; ``goal`` is the x, y and radius of a region.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second to import
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Circle
@@ -159,15 +159,15 @@ class EpisodeResult:
     """Return, length and success of one episode."""
 
     env: int
-    """Index of the env it ran in."""
+    """Index of its env."""
     total_reward: float
-    """Sum of its rewards."""
+    """Sum of rewards."""
     length: int
-    """Number of its steps."""
+    """Number of steps."""
     success: bool | None
-    """Whether it ended in success; ``None`` where the environment does not report it."""
+    """Whether it ended in success; ``None`` if the environment does not report it."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The task's other measures in its last step."""
+    """Other metrics of the last step."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,11 @@ class Step:
     """The state between two steps of a rollout."""
 
     obs: TensorDict
-    """Observation of all envs; of those that just ended, the first of the next episode."""
+    """Observation of all envs; for envs that just ended, the first of the next episode."""
     final_obs: TensorDict
-    """The last observation of each env before it was reset, if it was."""
+    """The last observation of each env before a reset."""
     ended: list[EpisodeResult]
-    """The episodes that ended with the last step and count."""
+    """The counted episodes that ended with the last step."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Summary:
     mean_length: float
     success_rate: float | None
     metrics: dict[str, float] = field(default_factory=dict)
-    """Means of the measures of the last steps."""
+    """Means of the metrics of the last steps."""
 
     @staticmethod
     def of(episodes: Sequence[EpisodeResult]) -> Summary:
@@ -218,7 +218,7 @@ class Summary:
 def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None) -> Iterator[Step]:
     """Reset, then step until ``episodes`` episodes have ended; yield after the reset and after every step.
 
-    Each env runs its share of the episodes, so that short ones do not count more often than long ones.
+    Each env runs its share of the episodes, so that short episodes are not over-represented.
     """
     if episodes < 1:
         raise ValueError(f"episodes must be at least 1, got {episodes}")
@@ -249,9 +249,9 @@ def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None)
 
 
 class EpisodeRecorder:
-    """Records the first ``episodes`` episodes of one env; ``problem`` is the reason if there can be no video.
+    """Records the first ``episodes`` episodes of one env; ``problem`` is the reason if there is no video.
 
-    Rendering never ends what is recorded: an env may have no camera, fail to render, or return no image.
+    A rendering error never stops the rollout: an env may have no camera, fail to render, or return no image.
     """
 
     def __init__(
@@ -266,12 +266,12 @@ class EpisodeRecorder:
     ) -> None:
         self.env, self.env_id, self.episodes = env, env_id, episodes
         self.still: np.ndarray | None = None
-        """The last frame rendered."""
+        """The last rendered frame."""
         self.plot: np.ndarray | None = None
-        """The trajectory plot of the first episode, where the observations hold positions."""
+        """The trajectory plot of the first episode, if the observations contain positions."""
         self.problem: str | None = None
         self._camera, self._size = camera, size
-        step_seconds = 1.0 / _MAX_FPS  # of environments that do not state the simulated time of a step
+        step_seconds = 1.0 / _MAX_FPS  # for environments that do not define the simulated time of a step
         if isinstance(env, TaskEnv):
             step_seconds = env.physics.model.opt.timestep * env.cfg.env.substeps
         step_seconds /= speed
@@ -291,36 +291,36 @@ class EpisodeRecorder:
             return
         self._add_points(step.obs)
         if self.problem is None and self._steps % self._stride == 0:
-            with self._failures_noted():
+            with self._keeping_errors():
                 self.still = self.env.render([self.env_id], self._camera, self._size)[0]
                 self._video.append(caption(self.still, f"episode {self._finished + 1}"))
         self._steps += 1
 
     def finish(self) -> list[Path]:
-        """Complete the files and return their paths: the video, or the trajectory plot in its place."""
-        with self._failures_noted():
+        """Complete the files and return their paths: the video, or else the trajectory plot."""
+        with self._keeping_errors():
             self._video.close()
         if self.problem is None:
             return [self._video.path] if self._video.num_frames else []
-        with self._failures_noted():
+        with self._keeping_errors():
             return [] if self.plot is None else [write_image(self._video.path.with_suffix(".png"), self.plot)]
         return []
 
     def close(self) -> None:
-        """Throw away a video that was not finished."""
+        """Discard an unfinished video."""
         self._video.close(keep=False)
 
     @contextlib.contextmanager
-    def _failures_noted(self) -> Iterator[None]:
-        """Give up the video, and keep the reason, where something inside fails."""
+    def _keeping_errors(self) -> Iterator[None]:
+        """Discard the video and store the reason if an error occurs inside."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - the env's own code renders, and whatever it raises is the reason
+        except Exception as error:  # noqa: BLE001 - the env's own code renders and may raise anything
             known = isinstance(error, EmbodiChainError)
             self.problem = str(error) if known else " ".join(f"{type(error).__name__}: {error}".split())
-            if isinstance(error, mujoco.FatalError):  # an environment that is not ours renders with MuJoCo itself
+            if isinstance(error, mujoco.FatalError):  # a Gymnasium environment that renders with MuJoCo
                 self.problem = f"{error}. {INSTALL_HINT}"
-            with contextlib.suppress(OSError):  # of an encoder that has ended already
+            with contextlib.suppress(OSError):  # the encoder may have exited already
                 self._video.close(keep=False)
 
     def _add_points(self, obs: TensorDict) -> None:
@@ -330,11 +330,11 @@ class EpisodeRecorder:
                 self._points.setdefault(key, []).append(value[self.env_id, :2].cpu().numpy())
 
     def _end(self, episode: EpisodeResult, final_obs: TensorDict) -> None:
-        """End an episode: hold its last frame, and plot the trajectories of the first one."""
+        """End an episode: hold its last frame, and plot the trajectories of the first episode."""
         self._add_points(final_obs)
         outcome = {True: "success", False: "no success", None: f"return {episode.total_reward:.1f}"}[episode.success]
         if self.problem is None and self.still is not None:
-            with self._failures_noted():
+            with self._keeping_errors():
                 last = caption(self.still, f"episode {self._finished + 1}: {outcome} in {episode.length} steps")
                 for _ in range(max(1, round(_HOLD_SECONDS * self._video.fps))):
                     self._video.append(last)
@@ -354,7 +354,7 @@ class EpisodeRecorder:
 
 
 def _position(obs: TensorDictBase, group: str, name: str) -> Tensor | None:
-    """Return an observed position ``[num_envs, 2 or more]``, if an observation has this name and is one."""
+    """Return an observed position ``[num_envs, 2 or more]``, or ``None`` if there is none of this name."""
     parts = obs.get(group, None)
     value = parts.get(name, None) if isinstance(parts, TensorDictBase) else None
     return value if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] >= 2 else None

@@ -1,4 +1,4 @@
-"""Environments by name: ``make`` turns an id or a config into a ``VecEnv``, a task of ours or a Gymnasium env."""
+"""Environments by name: ``make`` builds the ``VecEnv`` of an id or a config, a task of this package or of Gymnasium."""
 
 import contextlib
 import logging
@@ -32,26 +32,26 @@ from embodichain.errors import ConfigError, RenderingError, UnknownNameError, fi
 from embodichain.extras import available, config_folders, import_trusted
 
 LONGEST_EPISODE = 10_000
-"""Steps after which whole episodes are cut where an environment states no time limit."""
+"""Steps after which evaluation episodes are truncated if the environment has no time limit."""
 _LOG = logging.getLogger(__name__)
 _FUNCTIONS = {"events": EVENTS, "rewards": REWARDS, "observations": OBSERVATIONS}
 """Sections of ``env`` that call registered functions, as ``{"func": NAME, "params": {...}}``."""
 
 MAX_COPIES = 16_384
-"""Gymnasium's environments are Python objects, one for each copy."""
+"""Maximum number of copies of a Gymnasium environment, as each is a Python object."""
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """A registered task; its class is imported when it is asked for."""
+    """A registered task, whose class is imported on first use."""
 
     id: str
     entry_point: str | type[Task]
-    """The task, or where it is: ``"module:Class"``."""
+    """The task class, or its entry point ``"module:Class"``."""
 
     @property
     def task(self) -> type[Task]:
-        """The class of the task."""
+        """The task class."""
         return pkgutil.resolve_name(self.entry_point) if isinstance(self.entry_point, str) else self.entry_point
 
     @property
@@ -64,18 +64,18 @@ _TASKS: dict[str, EnvSpec] = {id: EnvSpec(id, entry_point) for id, entry_point i
 
 
 def register_task(id: str, task: type[Task] | str) -> None:
-    """Register a task, or its entry point ``"module:Class"``, under an id; a second one replaces the first."""
+    """Register a task class or its entry point ``"module:Class"`` under an id; an existing id is replaced."""
     _TASKS[id] = EnvSpec(id, task)
     register_with_gymnasium(id, None if isinstance(task, str) else task.default_cfg().max_episode_steps)
 
 
 def list_envs() -> list[EnvSpec]:
-    """Return all registered tasks, by name."""
+    """Return all registered tasks, sorted by id."""
     return [_TASKS[name] for name in sorted(_TASKS)]
 
 
 def is_simulated_here(cfg: GymCfg) -> bool:
-    """Tell whether an environment is a task on this package's physics; the others are made by Gymnasium."""
+    """Return whether an environment runs on this package's physics; Gymnasium makes all others."""
     if cfg.id not in MUJOCO_SUITE:
         return cfg.id in _TASKS
     can_simulate = cfg.device == "cpu" or available("mujoco_warp")
@@ -83,7 +83,7 @@ def is_simulated_here(cfg: GymCfg) -> bool:
 
 
 def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str], **overrides: Any) -> GymCfg:
-    """Return the full config for an id, the path of a file, or what was read from one, over the task's defaults."""
+    """Return the complete config of an id, a config file or a dict, merged with the defaults of the task."""
     if isinstance(config, GymCfg):
         return load_gym_config(config.to_dict(), **overrides) if overrides else config
     source, is_file = "gym_config", False
@@ -111,15 +111,15 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
         cfg = GymCfg.from_dict(_lay_over(base, given) | {"id": name}, source)
     except ConfigError as error:
         problems += error.problems
-    if problems and (unknown := _unknown_id(name)):
+    if problems and (unknown := unknown_id(name)):
         problems.append(f"id: {unknown}")
     if problems:
         raise ConfigError(problems, source)
     return cfg
 
 
-def _unknown_id(name: str) -> str | None:
-    """Return what is wrong with an id that nobody registered; those of modules that are to be imported may be right."""
+def unknown_id(name: str) -> str | None:
+    """Return the error message for an unregistered id; ``None`` if it is known, or its module is to be imported."""
     if ":" in name or name in _TASKS or name in gym.registry or name == MULTI_TASK:
         return None
     names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
@@ -132,20 +132,20 @@ def _unknown_id(name: str) -> str | None:
 
 
 def _lay_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two configs; the action term and another robot are chosen, not added to what was there."""
+    """Merge two configs; a given action term or robot replaces the one of ``base`` instead of being merged with it."""
     merged = merge(base, given)
     env, robot, before = given.get("env"), given.get("robot"), base.get("robot")
     if isinstance(env, Mapping) and env.get("actions") is not None:
         merged["env"]["actions"] = env["actions"]
     if isinstance(robot, Mapping) and isinstance(before, Mapping):
         differs = [robot.get(key) is not None and robot[key] != before.get(key) for key in ("uid", "mjcf")]
-        if any(differs):  # posture, tool and arms were those of the robot before
+        if any(differs):  # init_qpos, tool and arms belong to the previous robot
             merged["robot"] = dict(robot)
     return merged
 
 
 def _with_found_files(given: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
-    """Return settings in which files of robot and scene are absolute paths, which hold in any process and folder."""
+    """Return settings with absolute paths of robot and scene files, valid in any process and working directory."""
     given = _with_found_meshes(given, folder)
     robot = given.get("robot")
     if not isinstance(robot, Mapping):
@@ -158,7 +158,7 @@ def _with_found_files(given: Mapping[str, Any], folder: Path | None) -> Mapping[
 
 
 def _with_found_meshes(given: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
-    """Return settings in which the meshes of ``env.scene.objects`` are absolute paths."""
+    """Return settings with absolute paths of the meshes in ``env.scene.objects``."""
     here: Any = given
     for key in ("env", "scene", "objects"):
         here = here.get(key) if isinstance(here, Mapping) else None
@@ -185,8 +185,8 @@ def make(
 ) -> VecEnv:
     """Build the environment of an id or a config: ``make("PushCubeRL", num_envs=64, seed=0)``.
 
-    ``trusted_modules`` (names or .py files) are imported first: those that register tasks or environments of your own.
-    Other ids are Gymnasium's; ``module:Name-v0`` is imported only if ``module`` is trusted.
+    ``trusted_modules`` (names or .py files) are imported first; they may register tasks and environments. All other ids
+    are Gymnasium's; ``module:Name-v0`` is imported only if ``module`` is trusted.
     """
     import_trusted(trusted_modules, config_folders(config))
     cfg = load_gym_config(config, **overrides)
@@ -207,18 +207,18 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv:
         if cfg.device == "cpu":
             physics = MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads, task.outputs)
             return publish_if_asked(TaskEnv(cfg, task, physics))
-        from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # an extra
+        from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # optional dependency
 
         rows = spare_rows(cfg.env.events, model)
         on_device = MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs, rows)
         return publish_if_asked(TaskEnv(cfg, task, on_device))
-    if unknown := _unknown_id(cfg.id):
+    if unknown := unknown_id(cfg.id):
         raise UnknownNameError(unknown)
     plain, env = EnvCfg(), cfg.env
     given = [name for name in ("events", "scene", "rewards", "actions") if getattr(env, name) != getattr(plain, name)]
     if given:
-        told = "is simulated by Gymnasium, where this cannot be set; leave it out"
-        raise ConfigError([f"env.{name}: {cfg.id} {told}" for name in given])
+        problem = "is simulated by Gymnasium, where this cannot be set; leave it out"
+        raise ConfigError([f"env.{name}: {cfg.id} {problem}" for name in given])
     if cfg.num_envs > MAX_COPIES:
         problem = f"num_envs: expected at most {MAX_COPIES} copies of a Gymnasium environment, got {cfg.num_envs}"
         raise ConfigError(problem, cfg.id)
@@ -247,16 +247,16 @@ def make_to_watch(
     longest: int = LONGEST_EPISODE,
     **overrides: Any,
 ) -> VecEnv:
-    """Build an environment whose whole episodes are watched: all of them end, and ``video`` films it where it can be.
+    """Build an environment to evaluate or record whole episodes; ``video`` enables rendering where it is supported.
 
-    Where it states no time limit, episodes are cut after ``longest`` steps. A Gymnasium env has to be told beforehand
-    that images are wanted; one that does not take ``render_mode`` is made without.
+    Without a time limit, episodes are truncated after ``longest`` steps. A Gymnasium env is made with
+    ``render_mode="rgb_array"`` if it accepts that.
     """
     import_trusted(trusted_modules, config_folders(config))
     cfg = load_gym_config(config, **overrides)
-    cfg = cfg.replace(env=cfg.env.replace(curricula="final"))  # to watch is to judge
+    cfg = cfg.replace(env=cfg.env.replace(curricula="final"))  # as in evaluation
     is_foreign = not is_simulated_here(cfg) and cfg.id != MULTI_TASK
-    if is_foreign and (unknown := _unknown_id(cfg.id)):
+    if is_foreign and (unknown := unknown_id(cfg.id)):
         raise UnknownNameError(unknown)
     env = _make_with_images(cfg, trusted_modules) if video and is_foreign else None
     env = make(cfg, trusted_modules) if env is None else env
@@ -272,13 +272,13 @@ def make_to_watch(
 
 
 def _make_with_images(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv | None:
-    """Build a Gymnasium env that renders, or nothing if it cannot be made like that."""
-    with contextlib.suppress(RenderingError):  # its MuJoCo envs take the backend from MUJOCO_GL; others need none
+    """Build a Gymnasium env that renders, or return ``None`` if it does not support that."""
+    with contextlib.suppress(RenderingError):  # Gymnasium's MuJoCo envs read MUJOCO_GL; others do not need it
         choose_backend()
     entry_point = resolve_spec(cfg.id, trusted_modules).entry_point
-    with contextlib.suppress(Exception):  # if it is not for the render mode, it fails without it, too, and says why
+    with contextlib.suppress(Exception):  # any other error occurs again, and is reported, without the render mode
         maker = pkgutil.resolve_name(entry_point) if isinstance(entry_point, str) else entry_point
-        metadata = getattr(maker, "metadata", None)  # a function that makes an env has none
+        metadata = getattr(maker, "metadata", None)  # a factory function has none
         if not isinstance(metadata, Mapping) or "rgb_array" in metadata.get("render_modes", ()):
             return make(cfg.replace(kwargs={"render_mode": "rgb_array"} | cfg.kwargs), trusted_modules)
     return None

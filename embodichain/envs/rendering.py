@@ -1,7 +1,7 @@
-"""Cameras: colours, depth and segmentation ``[n, H, W, ...]`` of any envs, rendered offscreen from their state.
+"""Offscreen rendering of any envs from their state: colour, depth and segmentation images ``[n, H, W, ...]``.
 
-``Renderer`` renders one image size; ``Cameras`` keeps a renderer for every size in use and knows cameras by name.
-A function ``load(data, env)`` copies the state of an env into an ``MjData``.
+``Renderer`` renders one image size; ``Cameras`` has a renderer for every size in use and finds cameras by name.
+``load(data, env)`` copies the state of an env into an ``MjData``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from embodichain.envs.scene_cfg import OBSERVED_AS, CameraCfg, Output
 from embodichain.errors import ConfigError, RenderingError, UnknownNameError, nearest
 
 MOUNTED = "observed/"
-"""What the names of configured cameras, and of the materials for them, begin with in a model."""
+"""Prefix of configured cameras, and of materials for them, in a model."""
 Material = Literal["plain", "checker", "gradient", "noise", "cross"]
 MATERIALS: dict[Material, tuple[str, str]] = {
     "plain": ("NONE", "NONE"),
@@ -39,8 +39,8 @@ MATERIALS: dict[Material, tuple[str, str]] = {
     "noise": ("FLAT", "RANDOM"),
     "cross": ("FLAT", "CROSS"),
 }
-"""Materials that are built into models with configured cameras: MuJoCo's pattern, and its marks on it."""
-# Rounder shapes look the same in small images and double the time; flat ones keep 4x4 patches, lit at their corners.
+"""Materials in models with configured cameras: MuJoCo's builtin texture and mark."""
+# Rounder shapes look the same in small images and take twice the time; planes keep 4x4 patches, lit at their corners.
 _QUALITY = {
     "lean": {"offsamples": 0, "shadowsize": 0, "numslices": 12, "numstacks": 6, "numquads": 4},
     "high": {"offsamples": 4, "shadowsize": 2048, "numslices": 28, "numstacks": 16, "numquads": 4},
@@ -52,13 +52,13 @@ _INTRINSICS = ("sensor_size", "resolution", "focal_length", "focal_pixel", "prin
 
 _renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
 _has_rendered = False
-_inherited = False  # set in a process forked from one that had rendered
+_inherited = False  # set in a child forked from a process that had rendered
 
 
 class Renderer:
-    """Renders images of one size: any camera of the model, any envs, from any one thread at a time.
+    """Renders images of one size: any camera of the model and any envs, from one thread at a time.
 
-    Its own GL context is current only while it renders. A forked child cannot render: GL drivers do not survive it.
+    Its GL context is current only while it renders. A forked child cannot render, as GL drivers do not support it.
     """
 
     def __init__(self, model: mujoco.MjModel, size: tuple[int, int] = (96, 96), quality: Quality = "lean") -> None:
@@ -87,24 +87,24 @@ class Renderer:
             self._scene.flags[int(getattr(mujoco.mjtRndFlag, f"mjRND_{flag}"))] = 0
 
     def _open(self, quality: Quality) -> None:
-        """Make the GL context; a model that asks for less than the quality gets what it asks for."""
+        """Create the GL context; settings of the model that are below the quality are kept."""
         global _has_rendered
         _refuse_inherited()
         backend = choose_backend()
         module: Any = importlib.import_module(f"mujoco.{backend}")
-        shaped = copy.copy(self.model)  # a context takes its size and quality from the model; the caller's stays as is
+        shaped = copy.copy(self.model)  # a context reads size and quality from the model; the caller's stays unchanged
         shaped.vis.global_.offwidth, shaped.vis.global_.offheight = self.width, self.height
         for name, value in _QUALITY[quality].items():
             setattr(shaped.vis.quality, name, min(value, getattr(shaped.vis.quality, name)))
         try:
             self._context = module.GLContext(self.width, self.height)
-            if not _has_rendered:  # after the driver registered its own clean-up, so that ours comes first
+            if not _has_rendered:  # after the driver has registered its clean-up, so that ours runs first
                 atexit.register(_close_all)
                 _has_rendered = True
             with _current(self._context):
                 self._drawing = mujoco.MjrContext(shaped, int(mujoco.mjtFontScale.mjFONTSCALE_50))
                 mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), self._drawing)
-                self._drawing.readDepthMap = int(mujoco.mjtDepthMap.mjDEPTH_ZEROFAR)  # far things keep their digits
+                self._drawing.readDepthMap = int(mujoco.mjtDepthMap.mjDEPTH_ZEROFAR)  # precision at large distances
         except (RuntimeError, ImportError, mujoco.FatalError) as error:
             raise RenderingError(f"{backend} cannot make an image of {self.height}x{self.width}: {error}") from error
         _renderers.add(self)
@@ -125,10 +125,10 @@ class Renderer:
         camera: str | CameraCfg | None = None,
         outputs: Sequence[Output] = ("rgb",),
     ) -> dict[Output, np.ndarray]:
-        """Return what :meth:`render` does, and more: ``depth`` float32 and ``segmentation`` int32 ``[n, H, W, 1]``.
+        """Return the images of :meth:`render`, ``depth`` (float32) and ``segmentation`` (int32), ``[n, H, W, 1]`` each.
 
-        Depth is in metres along the view direction, infinite where there is nothing. Ids of ``segmentation`` count in
-        :func:`segmentation_names`. Both come from a second pass of the same scene, in which all is opaque.
+        Depth is in metres along the view direction, infinite for the background. Segmentation ids index
+        :func:`segmentation_names`. Both come from a second pass in which everything is opaque.
         """
         if "segmentation" in outputs and self._quality != "lean":
             raise RenderingError("segmentation needs quality 'lean': the average of several samples is no id")
@@ -142,7 +142,7 @@ class Renderer:
         with self._turn:
             if self._context is None:
                 raise RenderingError("this renderer was closed: make a new one")
-            with _current(self._context):  # at the end no context is current, so that another thread may render
+            with _current(self._context):  # afterwards no context is current, so that another thread may render
                 for row, env in enumerate(ids):
                     load(self._data, env)
                     self._update_scene(view, fovy)
@@ -152,11 +152,11 @@ class Renderer:
         return out
 
     def _draw(self, images: dict[Output, np.ndarray]) -> None:
-        """Draw the scene into the images of one env; depth is left as OpenGL has it."""
+        """Render the scene into the images of one env; depth keeps OpenGL's values."""
         if "rgb" in images:
             mujoco.mjr_render(self._rectangle, self._scene, self._drawing)
             mujoco.mjr_readPixels(self._pixels, None, self._rectangle, self._drawing)
-            images["rgb"][...] = self._pixels[::-1]  # GL counts rows from the bottom
+            images["rgb"][...] = self._pixels[::-1]  # OpenGL's first row is at the bottom
         if images.keys() == {"rgb"}:
             return
         before = self._scene.flags.copy()
@@ -172,7 +172,7 @@ class Renderer:
             images["segmentation"][..., 0] = self._ids()[numbers]
 
     def _ids(self) -> np.ndarray:
-        """Return the id of each number that a segmented scene is drawn with; 0 is the background."""
+        """Return the body id of each number in a segmentation render; 0 is the background."""
         table = np.zeros(self._scene.ngeom + 1, np.int32)
         for shape in self._scene.geoms[: self._scene.ngeom]:
             bodies = self._bodies.get(shape.objtype)
@@ -181,7 +181,7 @@ class Renderer:
         return table
 
     def _metres(self, depth: np.ndarray) -> np.ndarray:
-        """Return the depth in metres of what OpenGL has: 1 at the near plane and 0 at the far one and beyond."""
+        """Convert OpenGL's depth, 1 at the near plane and 0 at the far plane and beyond, to metres."""
         extent, planes = self.model.stat.extent, self.model.vis.map
         near, far = planes.znear * extent, planes.zfar * extent
         exact = depth.astype(np.float64)
@@ -193,10 +193,10 @@ class Renderer:
         return np.where(depth > 0.0, metres, np.inf).astype(np.float32)
 
     def _update_scene(self, view: mujoco.MjvCamera, fovy: float | None) -> None:
-        """Bring the scene up to date with the loaded positions."""
+        """Update the scene with the loaded positions."""
         model, data = self.model, self._data
         mujoco.mj_kinematics(model, data)
-        mujoco.mj_comPos(model, data)  # for cameras and lights that follow a centre of mass
+        mujoco.mj_comPos(model, data)  # for cameras and lights that track a centre of mass
         mujoco.mj_camlight(model, data)
         if model.nflex:
             mujoco.mj_flex(model, data)
@@ -206,13 +206,13 @@ class Renderer:
         mujoco.mjv_updateScene(model, data, self._option, None, view, everything, self._scene)
         if fovy is not None:
             for eye in self._scene.camera:
-                # MuJoCo reads fovy as an angle in degrees, or as a length for an orthographic camera.
+                # MuJoCo reads fovy in degrees, or as a length for an orthographic camera.
                 half = fovy / 2 if eye.orthographic else eye.frustum_near * math.tan(math.radians(fovy) / 2)
                 eye.frustum_top, eye.frustum_bottom = half, -half
-                eye.frustum_center = eye.frustum_width = 0.0  # the width follows from the image's shape
+                eye.frustum_center = eye.frustum_width = 0.0  # derived from the aspect ratio
 
     def close(self) -> None:
-        """Free the GL context; calling it twice is fine."""
+        """Release the GL context; may be called more than once."""
         if _inherited:
             return
         with self._turn:
@@ -236,7 +236,7 @@ class Renderer:
 
 @contextlib.contextmanager
 def _current(context: Any) -> Iterator[None]:
-    """Make a GL context this thread's, and none afterwards, so that another thread may render."""
+    """Make a GL context current in this thread, and none afterwards, so that another thread may render."""
     if hasattr(context, "as_current"):  # since MuJoCo 4
         with context.as_current():
             yield
@@ -269,18 +269,18 @@ def _close_all() -> None:
 
 
 def _disown() -> None:
-    """Leave a parent's contexts alone in the child: even freeing them could wait for threads that are not there."""
+    """Ignore a parent's contexts in a forked child: even freeing them could wait for threads that do not exist."""
     global _inherited
     if not _has_rendered:
         return
     _inherited = True
     for renderer in list(_renderers):
         for owned in (renderer._context, renderer._drawing):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))  # never destroyed in this process
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))  # never freed in this process
     egl = sys.modules.get("mujoco.egl")
     if egl is not None:
-        setattr(egl, "EGL_DISPLAY", None)  # noqa: B010 - its clean-up at exit then has nothing to do
-        atexit.unregister(egl.EGL.eglTerminate)  # which MuJoCo 3 registers with the display itself
+        setattr(egl, "EGL_DISPLAY", None)  # noqa: B010 - disables its clean-up at exit
+        atexit.unregister(egl.EGL.eglTerminate)  # registered by MuJoCo 3 with the display
 
 
 if sys.platform != "win32":
@@ -288,10 +288,10 @@ if sys.platform != "win32":
 
 
 class Cameras:
-    """The cameras of one model by name, configured ones first; one renderer per size and quality, made when needed."""
+    """The cameras of a model by name, configured ones first; one renderer per size and quality, created on demand."""
 
     def __init__(self, model: mujoco.MjModel, cfgs: Iterable[CameraCfg] = (), varied: bool = False) -> None:
-        """``varied``: a ``load`` writes to the model of the data it is given, too; renderers then have their own."""
+        """``varied``: ``load`` also writes to the model of its data, so renderers use copies of the model."""
         self.model, self._varied = model, varied
         self.cfgs: dict[str, CameraCfg] = {}
         for cfg in cfgs:
@@ -303,7 +303,7 @@ class Cameras:
 
     @property
     def names(self) -> list[str]:
-        """Names that ``render`` knows: configured cameras and those of the model."""
+        """Names of configured cameras and of those of the model."""
         return [*self.cfgs, *(name for name in camera_names(self.model) if name not in self.cfgs)]
 
     def render(
@@ -319,7 +319,7 @@ class Cameras:
         return renderer.render(load, env_ids, cfg or camera)
 
     def observe(self, load: Load, env_ids: Sequence[int] | np.ndarray | Tensor) -> Images:
-        """Return what the configured cameras observe of these envs, at quality ``lean``."""
+        """Return the observations of the configured cameras for these envs, at quality ``lean``."""
         images: Images = {}
         for name, cfg in self.cfgs.items():
             renderer, _ = self._find(name, None, "lean")
@@ -345,33 +345,33 @@ class Cameras:
 
     @property
     def segmentation_names(self) -> tuple[str, ...]:
-        """The name of each id of a segmentation."""
+        """The name of each segmentation id."""
         return segmentation_names(self.model)
 
     def bounds(self) -> dict[tuple[str, ...], tuple[float, float]]:
-        """Return the least and the largest value of all that is observed, by group and by the camera's name."""
+        """Return the minimum and maximum of every camera observation, by ``(group, camera)``."""
         cameras = self.cfgs.values()
         return {(OBSERVED_AS[o], cfg.name): bounds_of(cfg, o, self.model) for cfg in cameras for o in cfg.outputs}
 
     def close(self) -> None:
-        """Free all GL contexts; calling it twice is fine."""
+        """Release all GL contexts; may be called more than once."""
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
 
 
 def segmentation_names(model: mujoco.MjModel) -> tuple[str, ...]:
-    """Return the name of each id of a segmentation: the background, and then the bodies in the model's order."""
+    """Return the name of each segmentation id: the background, then the bodies in model order."""
     return ("background", *(model.body(i).name or f"body {i}" for i in range(model.nbody)))
 
 
 def bounds_of(cfg: CameraCfg, output: Output, model: mujoco.MjModel) -> tuple[float, float]:
-    """Return the least and the largest value of an output of a camera."""
+    """Return the minimum and maximum of an output of a camera."""
     return {"rgb": (0, 255), "depth": (cfg.near, cfg.far), "segmentation": (0, model.nbody)}[output]
 
 
 def camera_names(model: mujoco.MjModel) -> list[str]:
-    """Return the names of the model's cameras, in its order."""
+    """Return the names of the model's cameras, in order."""
     return [model.camera(i).name for i in range(model.ncam)]
 
 
@@ -383,7 +383,7 @@ def _camera_id(model: mujoco.MjModel, name: str) -> int:
 
 
 def _find_view(model: mujoco.MjModel, camera: str | CameraCfg | None) -> tuple[mujoco.MjvCamera, float | None]:
-    """Resolve a camera to MuJoCo's own and a vertical field of view, if it has one of its own."""
+    """Resolve a camera to a MuJoCo camera, and its vertical field of view if it overrides the default."""
     view, fovy = mujoco.MjvCamera(), None
     if isinstance(camera, CameraCfg) and mounted_name(camera) in camera_names(model):
         camera = mounted_name(camera)
@@ -412,7 +412,7 @@ def mounted_name(cfg: CameraCfg) -> str:
 
 
 def mount_cameras(spec: mujoco.MjSpec, cfgs: Sequence[CameraCfg]) -> mujoco.MjModel:
-    """Compile a model with a camera for every configured one, which may then differ from env to env, and materials."""
+    """Compile a model with all configured cameras, so that they may differ between envs, and with materials."""
     model = spec.compile()
     for cfg in cfgs:
         if cfg.pos is not None and cfg.lookat is not None:
@@ -446,7 +446,7 @@ def mount_cameras(spec: mujoco.MjSpec, cfgs: Sequence[CameraCfg]) -> mujoco.MjMo
 
 
 def looking(pos: Sequence[float], lookat: Sequence[float]) -> np.ndarray:
-    """Return the orientation of an upright camera; it looks along its negative z axis, x is to its right."""
+    """Return the orientation of an upright camera, which looks along its -z axis with x to the right."""
     ahead = np.subtract(lookat, pos)
     ahead = ahead / np.linalg.norm(ahead)
     heading = math.atan2(ahead[1], ahead[0])

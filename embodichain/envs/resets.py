@@ -1,4 +1,4 @@
-"""State by row, and resets: by index on the CPU, by mask on a GPU, without waiting for it."""
+"""Environment state and resets: by index on the CPU, and by mask, without synchronisation, on a GPU."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,21 +23,21 @@ _CURRICULA = "curricula"
 
 @dataclass(frozen=True)
 class EnvState:
-    """Everything of an environment that changes while it simulates; the tensors are the environment's own."""
+    """The full state of an environment; the tensors are live references."""
 
     physics: Physics
     streams: RandomStreams
     step: Tensor
     """Steps taken in the current episodes, ``[num_envs]``."""
     variables: dict[str, Tensor]
-    """The task's own values, such as goals, ``[num_envs, ...]``."""
+    """Task variables, such as goals, ``[num_envs, ...]``."""
     domain: DomainRandomization
     curricula: Curricula
     events: dict[str, Tensor]
-    """Values of events, delays and the like, ``[num_envs, ...]``."""
+    """State of events, such as delays, ``[num_envs, ...]``."""
 
     def read(self) -> dict[str, Any]:
-        """Return copies of all rows, nested by name."""
+        """Return copies of all tensors, nested by name."""
         return {
             "physics": self.physics.state(),
             "streams": self.streams.state.clone(),
@@ -49,7 +49,7 @@ class EnvState:
         }
 
     def write(self, env_ids: Tensor, rows: Any) -> None:
-        """Put rows of what :meth:`read` returned, as a nested dict or TensorDict, into these envs."""
+        """Write rows returned by :meth:`read`, as a nested dict or TensorDict, into these envs."""
         self.physics.set_state(env_ids, rows["physics"])
         self.streams.state.index_copy_(0, env_ids, rows["streams"])
         self.step.index_copy_(0, env_ids, rows["step"])
@@ -59,23 +59,23 @@ class EnvState:
             self.domain.set_state(env_ids, dict(rows["model"].items()))
         for name, value in self.events.items():
             value.index_copy_(0, env_ids, rows["events"][name])
-        if _CURRICULA in rows.keys():  # noqa: SIM118 - of a TensorDict, the rows are what it iterates over
+        if _CURRICULA in rows.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
             self.curricula.set_state(env_ids, rows[_CURRICULA])
 
 
 def check_state(state: Any, template: TensorDictBase, count: int) -> None:
-    """Raise ``EnvContractError`` unless ``state`` has ``count`` rows of what ``template`` has."""
+    """Raise ``EnvContractError`` unless ``state`` has ``count`` rows and the entries of ``template``."""
     if not isinstance(state, TensorDictBase):
         raise EnvContractError(
             f"set_state: expected a TensorDict that get_state() returned, got {type(state).__name__}"
         )
     if tuple(state.batch_size) != (count,):
         raise EnvContractError(f"set_state: expected one row per env, [{count}], got {list(state.batch_size)}")
-    wanted, came = template.flatten_keys("/").to_dict(), state.flatten_keys("/").to_dict()
-    problems = [f"{name} is missing" for name in wanted if name not in came]
-    problems += [f"{name} is unknown here" for name in came if name not in wanted]
-    for name in wanted.keys() & came.keys():
-        want, got = wanted[name], came[name]
+    wanted, given = template.flatten_keys("/").to_dict(), state.flatten_keys("/").to_dict()
+    problems = [f"{name} is missing" for name in wanted if name not in given]
+    problems += [f"{name} is unknown here" for name in given if name not in wanted]
+    for name in wanted.keys() & given.keys():
+        want, got = wanted[name], given[name]
         if want.shape[1:] != got.shape[1:] or want.dtype != got.dtype:
             problems.append(
                 f"{name} must be {want.dtype} {list(want.shape[1:])}, not {got.dtype} {list(got.shape[1:])}, per env"
@@ -87,14 +87,14 @@ def check_state(state: Any, template: TensorDictBase, count: int) -> None:
 
 
 Drawn = tuple[ResetState, Tensor]
-"""The next reset state of every env, and the random streams after drawing it."""
+"""The next reset state of every env, and the state of the random streams after sampling it."""
 
 
 class Resets:
-    """Draws how episodes begin and puts that into the simulation.
+    """Samples reset states and writes them into the simulation.
 
-    A reset state follows from its env's random stream alone, and drawing and observing one takes nearly as long as a
-    hundred. So on the CPU those of all envs are drawn ahead, kept until they are needed, and replaced together.
+    A reset state depends on its env's random stream only, and sampling one takes nearly as long as sampling a hundred.
+    On the CPU, the next reset states of all envs are therefore sampled ahead in one batch.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Resets:
         observe: Callable[[Tensor], PackedObservation],
         kept: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """``observe`` returns the observation of some envs in their present state; ``kept`` are the sizes of further
-        variables, which are zero when an episode begins."""
+        """``observe(env_ids)`` returns the observation of the current state; ``kept`` maps further variables, which are
+        zero at reset, to their sizes."""
         self._task, self._state, self._observe, self._kept = task, state, observe, kept
         self._all = torch.arange(state.physics.num_envs, device=state.physics.device)
         self._ahead: dict[str, Any] = {}
@@ -113,7 +113,7 @@ class Resets:
         self._drawn_from = torch.full_like(self._origins(), -1)
 
     def begin(self, env_ids: Tensor, episodes: Tensor | None = None) -> None:
-        """Begin the next episode in each of these envs, or the episodes of these seeds."""
+        """Start the next episode in each of these envs, or the episodes with these seeds."""
         state, variables = self._state, self._task.variables
         state.streams.next_episode(env_ids, episodes)
         start = self._sample(env_ids)
@@ -121,29 +121,29 @@ class Resets:
             state.domain.apply(env_ids, state.streams, start)
         state.physics.set(env_ids, start.qpos, start.qvel, start.poses)
         for name, value in start.variables.items():
-            if name not in variables:  # the first reset, of all envs, gives shapes and types
+            if name not in variables:  # the first reset, of all envs, determines shapes and dtypes
                 variables[name] = torch.empty_like(value)
             variables[name][env_ids] = value
         state.step[env_ids] = 0
 
     def begin_drawn(self, env_ids: Tensor) -> PackedObservation:
-        """Begin the next episode in each of these envs, drawn ahead, and return their observation."""
+        """Start the next episode in each of these envs from the states sampled ahead, and return their observation."""
         self.draw_ahead(env_ids)
         self._state.write(env_ids, _select(self._ahead, env_ids))
         return self._ahead_obs.rows(env_ids)
 
     def draw_ahead(self, env_ids: Tensor | None = None) -> None:
-        """Draw again what was used in any env, if it was in these (default: all); the envs stay as they are."""
+        """Replace all used reset states if any of these envs (default: all) needs one; the envs stay unchanged."""
         origins = self._origins()
         rows = slice(None) if env_ids is None else env_ids.numpy()
-        if np.array_equal(self._drawn_from.numpy()[rows], origins.numpy()[rows]):  # nearly always
+        if np.array_equal(self._drawn_from.numpy()[rows], origins.numpy()[rows]):  # the common case
             return
         outdated = (self._drawn_from != origins).any(dim=1)
         used, everything = outdated.nonzero().view(-1), self._state.read()
         try:
             self.begin(used)
             obs, drawn = self._observe(used), _select(self._state.read(), used)
-            drawn.pop(_CURRICULA, None)  # goes on until the episode begins
+            drawn.pop(_CURRICULA, None)  # advances until the episode starts
         finally:
             self._state.write(used, _select(everything, used))
         self._drawn_from[used] = origins[used]
@@ -154,13 +154,13 @@ class Resets:
             self._ahead, self._ahead_obs = drawn, obs
 
     def _origins(self) -> Tensor:
-        """Return what the next episode of each env follows from, int64 ``[num_envs, k]``."""
+        """Return the values that determine the next episode of each env, int64 ``[num_envs, k]``."""
         origins = self._state.streams.state[:, KEY : EPISODE + 1]
         curricula = self._state.curricula
         return torch.cat((origins, curricula.origin()), dim=1) if curricula.active else origins
 
     def draw(self) -> Drawn:
-        """Draw the next reset state of every env (choosing some would wait for the device); leave the streams as is."""
+        """Sample the next reset state of every env (selecting some would synchronise); streams are not advanced."""
         streams = self._state.streams
         before = streams.state.clone()
         streams.next_episode(self._all)
@@ -176,7 +176,7 @@ class Resets:
         return start
 
     def begin_where(self, done: Tensor, drawn: Drawn) -> None:
-        """Begin the episodes that were drawn in the envs where ``done`` ``[num_envs]`` holds."""
+        """Start the sampled episodes where ``done`` ``[num_envs]`` is set."""
         state, (start, streams) = self._state, drawn
         if state.domain.active:
             streams = state.domain.apply_where(done, state.streams, streams, start)
@@ -189,7 +189,7 @@ class Resets:
 
 
 def _like(mask: Tensor, value: Tensor) -> Tensor:
-    """Return a mask ``[n]`` in a shape that broadcasts with ``value`` ``[n, ...]``."""
+    """Return a mask ``[n]`` reshaped to broadcast with ``value`` ``[n, ...]``."""
     return mask.view(-1, *[1] * (value.dim() - 1))
 
 

@@ -1,7 +1,7 @@
-"""Makes a robot file fit for a scene: what a user brings loses its ground, lights and props, holds joints that no arm
-uses, gets servos where they are wanted, and collides as our scenes mean it.
+"""Adapts a robot file to our scenes: removes its ground, lights and props, locks joints that no arm uses, adds servos,
+and sets collision bits.
 
-What the file has is found out by ``robot_model.py``, ``grippers.py`` and ``postures.py``.
+``robot_model.py``, ``grippers.py`` and ``postures.py`` analyse the file.
 """
 
 from pathlib import Path
@@ -49,16 +49,16 @@ from embodichain.envs.robots import (
 )
 from embodichain.errors import AssetError, ConfigError, nearest
 
-_KEPT = 8  # adapted files that are kept
-_FOOT_LEVEL = 0.1  # ends of limbs that are higher than this above the lowest are hands, in metres
-_FASTEST_FINGER = 125.0  # natural frequency of a finger's servo at most, for steps of 4 ms
-_STUCK = 5.0  # times the critical damping, from which on a joint hardly follows
-# Our tools pointing straight down, their x axis, along which fingers move, along -y of the world.
+_KEPT = 8  # number of adapted files in the cache
+_FOOT_LEVEL = 0.1  # metres above the lowest limb end; higher ends are hands
+_FASTEST_FINGER = 125.0  # maximum natural frequency of a finger's servo, for steps of 4 ms
+_STUCK = 5.0  # times the critical damping, above which a joint hardly moves
+# Our tools pointing straight down: their x axis, along which fingers move, is -y of the world.
 _DOWN = ((0.0, 0.0, 1.0), (-1.0, 0.0, 0.0), (0.0, -1.0, 0.0))
 
 
 def describe(robot: RobotCfg) -> list[tuple[str, RobotSpec]]:
-    """Return what is known about every robot file of a config, with its prefix in the scene."""
+    """Return the analysis of every robot file of a config, with its prefix in the scene."""
     return [(part.prefix, adapted(part)[1]) for part in split_robot(robot)]
 
 
@@ -66,7 +66,7 @@ _known: dict[tuple[str, ...], tuple[mujoco.MjSpec, RobotSpec]] = {}
 
 
 def adapted(part: RobotPart) -> tuple[mujoco.MjSpec, RobotSpec]:
-    """Return a robot file as a scene can use it, and what was found out; the last few are kept, as files take long."""
+    """Return an adapted robot file and its analysis; the last few are cached, as this is slow."""
     file = find_file(str(part.cfg.mjcf))
     tool = part.cfg.tool
     stamp = file.stat()
@@ -81,7 +81,7 @@ def adapted(part: RobotPart) -> tuple[mujoco.MjSpec, RobotSpec]:
 
 
 class _Adaptation:
-    """Finds out what a robot file has, and changes what a scene needs different."""
+    """Analyses a robot file and changes its spec for our scenes."""
 
     def __init__(self, part: RobotPart, file: Path) -> None:
         self.part, self.file, self.cfg, self.key = part, file, part.cfg, part.key
@@ -90,10 +90,10 @@ class _Adaptation:
         self.locked: list[str] = []
         self.dropped: list[str] = []
         self.added: list[str] = []
-        self.our_fingers: dict[str, tuple[str, ...]] = {}  # of our tools, by arm
+        self.our_fingers: dict[str, tuple[str, ...]] = {}  # fingers of our tools, by arm
 
     def run(self) -> tuple[mujoco.MjSpec, RobotSpec]:
-        """Return the changed spec and what was found out."""
+        """Return the adapted spec and its analysis."""
         for name, arm in self.part.arms.items():
             twice = sorted({joint for joint in arm.joints if arm.joints.count(joint) > 1})
             if twice:
@@ -137,7 +137,7 @@ class _Adaptation:
         return compile_robot(self.spec, self.file)
 
     def _check_apart(self, arms: list[tuple[str, ArmParts]]) -> None:
-        """Raise ``ConfigError`` for arms of one file that are to move the same joints."""
+        """Raise ``ConfigError`` for arms of one file that share joints."""
         for i, (name, parts) in enumerate(arms):
             for other, others in arms[:i]:
                 shared = [joint for joint in parts.joints if joint in others.joints]
@@ -148,9 +148,9 @@ class _Adaptation:
                     )
 
     def _home(self, model: mujoco.MjModel, given: dict[str, int]) -> dict[str, float]:
-        """Return the joint positions of the keyframe ``home``, or of the first one; the spec loses its keyframes.
+        """Return the joint positions of the keyframe ``home``, or of the first one; all keyframes are deleted.
 
-        ``given`` is how many positions the file gives for each.
+        ``given`` is the number of positions that the file gives for each keyframe.
         """
         keys = [model.key(i).name for i in range(model.nkey)]
         for key in list(self.spec.keys):
@@ -168,7 +168,7 @@ class _Adaptation:
         return {joint.name: float(qpos[joint.qposadr[0]]) for joint in joints}
 
     def _machine(self, model: mujoco.MjModel, cfg: ArmCfg) -> ArmParts:
-        """Return the parts of a robot of ours that has no tool."""
+        """Return the parts of one of our robots without a tool."""
         ranges = [model.joint(name).range for name in cfg.joints]
         count = len(cfg.joints)
         if cfg.init_qpos and len(cfg.init_qpos) != count:
@@ -181,7 +181,7 @@ class _Adaptation:
         return ArmParts(list(cfg.joints), low, high, "", init=list(cfg.init_qpos or [0.0] * count))
 
     def _walker(self, model: mujoco.MjModel, cfg: ArmCfg, home: dict[str, float]) -> ArmParts:
-        """Return the parts of a robot that walks: its joints with their limits, and how it stands."""
+        """Return the parts of a walking robot: its joints, their limits, and its standing posture."""
         if free_base(model) is None:
             raise ConfigError(f"{self.key}.walks: expected a robot with a free base, and {self.file.name} has none")
         turning = [model.joint(j).name for j in range(model.njnt) if int(model.jnt_type[j]) in (HINGE, SLIDE)]
@@ -205,7 +205,7 @@ class _Adaptation:
         return ArmParts(joints, low, high, "", init=list(cfg.init_qpos or start))
 
     def _add_feet(self, model: mujoco.MjModel, parts: ArmParts) -> None:
-        """Add a site ``foot_N``, as large as the foot, where each leg touches the ground as it stands."""
+        """Add a site ``foot_N`` of the size of the foot where each leg touches the ground in the standing posture."""
         data = mujoco.MjData(model)
         for name, at in zip(parts.joints, parts.init, strict=True):
             data.qpos[model.joint(name).qposadr[0]] = at
@@ -229,14 +229,14 @@ class _Adaptation:
             body = self.spec.body(model.body(int(model.geom_bodyid[geom])).name)
             pos, up = model.geom_pos[geom].copy(), data.geom_xmat[geom].reshape(3, 3)[2]
             radius = reach(model, geom, up)
-            if int(model.geom_type[geom]) == int(mujoco.mjtGeom.mjGEOM_CAPSULE):  # the lower of its two ends
+            if int(model.geom_type[geom]) == int(mujoco.mjtGeom.mjGEOM_CAPSULE):  # the lower end
                 rotation, radius = np.empty(9), float(model.geom_size[geom, 0])
                 mujoco.mju_quat2Mat(rotation, model.geom_quat[geom])
                 pos -= np.sign(up[2]) * model.geom_size[geom, 1] * rotation.reshape(3, 3)[:, 2]
             body.add_site(name=f"foot_{number}", pos=pos, size=[radius] * 3)
 
     def _strip_world(self) -> None:
-        """Leave out the ground and the lights of a robot's own scene."""
+        """Delete the ground and the lights of the robot's own scene."""
         for geom in list(self.spec.worldbody.geoms):
             self.spec.delete(geom)
         for light in list(self.spec.worldbody.lights):
@@ -298,7 +298,7 @@ class _Adaptation:
             self.spec.attach(tool, frame=frame, prefix=prefix)
 
     def _strip(self, model: mujoco.MjModel, arms: list[ArmParts]) -> None:
-        """Leave out what is no part of the robot: its own ground, lights and props; and joints that nothing moves."""
+        """Delete what is not part of the robot (ground, lights, props), and lock joints that nothing moves."""
         used = {name for parts in arms for name in (*parts.joints, *parts.hand)}
         roots = {int(model.body_rootid[int(model.joint(name).bodyid[0])]) for name in used}
         for geom in list(self.spec.worldbody.geoms):
@@ -322,7 +322,7 @@ class _Adaptation:
             self.spec.delete(self.spec.body(body.name))
 
     def _lock(self, model: mujoco.MjModel, joints: set[str]) -> None:
-        """Take joints out of the spec, with the motors, tendons, equalities and sensors that are about them."""
+        """Delete joints from the spec, with their motors, tendons, equalities and sensors."""
         ids = {model.joint(name).id for name in joints}
         tendons = {model.tendon(t).name for t in range(model.ntendon) if ids.intersection(tendon_joints(model, t))}
         gone = joints | tendons
@@ -340,7 +340,7 @@ class _Adaptation:
             self.spec.delete(joint)
 
     def _drive(self, model: mujoco.MjModel, parts: ArmParts, cfg: ArmCfg) -> None:
-        """Write the limits into the spec, and put position servos where they are wanted."""
+        """Write the limits into the spec, and add position servos as configured."""
         for name, low, high in zip(parts.joints, parts.lower, parts.upper, strict=True):
             joint, index = self.spec.joint(name), model.joint(name).id
             if not model.jnt_limited[index] or name in cfg.limits:
@@ -379,19 +379,19 @@ class _Adaptation:
         cfg: ArmCfg,
         is_finger: bool = False,
     ) -> None:
-        """Replace what drives a joint by a position servo, with gains that follow from the inertia it moves."""
+        """Replace the actuators of a joint by a position servo, with gains computed from the inertia that it moves."""
         joint = model.joint(name)
         strongest = _strongest(model, joint.id, motor_of(model, joint.id))
         stiffness = inertia * cfg.servo_frequency**2
-        if is_finger:  # a quarter of its way off, it presses with all of its force
+        if is_finger:  # full force at an error of a quarter of its range
             strongest = strongest or (30.0 if int(model.jnt_type[joint.id]) == SLIDE else 3.0)
             stiffness = min(4.0 * strongest / max(bounds[1] - bounds[0], 1e-3), inertia * _FASTEST_FINGER**2)
         stiffness = max(stiffness, 100.0 * float(model.dof_frictionloss[joint.dofadr[0]]))
         own = float(np.ravel(model.dof_damping[joint.dofadr[0]])[0])
         critical = 2.0 * float(np.sqrt(stiffness * inertia))
         damping = max(0.0, critical - own)
-        if own > _STUCK * critical:  # a way to hold a joint still: it is to move now
-            value = np.zeros(np.shape(self.spec.joint(name).damping))  # a number, since MuJoCo 4 a polynomial
+        if own > _STUCK * critical:  # damping that was meant to lock the joint
+            value = np.zeros(np.shape(self.spec.joint(name).damping))  # a scalar, or a polynomial since MuJoCo 4
             value.flat[0] = critical
             self.spec.joint(name).damping = value
         for actuator in [self.spec.actuator(model.actuator(i).name) for i in actuators_of(model, joint.id)]:
@@ -407,7 +407,7 @@ class _Adaptation:
             servo.forcelimited, servo.forcerange = int(mujoco.mjtLimited.mjLIMITED_TRUE), [-strongest, strongest]
 
     def _collide(self, model: mujoco.MjModel, arms: list[ArmParts]) -> None:
-        """Give the robot's shapes the collision bits of this package's scenes: 1 tool, 2 object, 4 table."""
+        """Set the collision bits of our scenes: 1 tool, 2 object, 4 table."""
         if self.cfg.collisions == "own":
             return
         hand: set[str] = set()
@@ -420,9 +420,9 @@ class _Adaptation:
                 geom.contype, geom.conaffinity = (1, 6) if in_hand else (0, 4)
 
     def _hide(self, model: mujoco.MjModel) -> None:
-        """Draw no sites, and not what collides where a body has shapes to be looked at."""
-        pretty = {int(model.geom_bodyid[g]) for g in range(model.ngeom) if _is_visual(model, g)}
-        shown = {model.body(body).name for body in pretty}
+        """Hide sites, and collision geoms of bodies that have visual ones."""
+        visual = {int(model.geom_bodyid[g]) for g in range(model.ngeom) if _is_visual(model, g)}
+        shown = {model.body(body).name for body in visual}
         for geom in self.spec.geoms:
             if (geom.contype or geom.conaffinity) and geom.parent.name in shown:
                 geom.group = 3
@@ -440,7 +440,7 @@ class _Adaptation:
         return [model.actuator(i).name for found in direct for i in found] + list(grip)
 
     def _finish(self, model: mujoco.MjModel, name: str, parts: ArmParts) -> ArmSpec:
-        """Try out the gripper, and find the orientation in which the tool points down."""
+        """Analyse the gripper, and find the orientation in which the tool points down."""
         key, cfg = self._key(name), self.part.arms[name]
         ours = self.our_fingers.get(name, ())
         plain = bool(ours) and set(parts.fingers) <= set(ours)
@@ -457,7 +457,7 @@ class _Adaptation:
 
 
 def _name_parts(spec: mujoco.MjSpec) -> None:
-    """Give a name to joints, bodies, actuators and sites that have none."""
+    """Name all unnamed joints, bodies, actuators and sites."""
     taken = {joint.name for joint in spec.joints}
     for i, joint in enumerate(spec.joints):
         if not joint.name:
@@ -481,7 +481,7 @@ def _name_parts(spec: mujoco.MjSpec) -> None:
 
 
 def _undriven_fingers(model: mujoco.MjModel, parts: ArmParts) -> list[str]:
-    """Return the fingers that nothing drives: no actuator, no tendon, and no equality with another finger."""
+    """Return the fingers that are driven neither by an actuator or tendon nor through another finger."""
     leader = coupled_joints(model)
     ids = {model.joint(name).id: name for name in parts.fingers}
     driven = {j for j in ids if actuators_of(model, j)}
@@ -499,7 +499,7 @@ def _is_visual(model: mujoco.MjModel, geom: int) -> bool:
 
 
 def _our_down(cfg: ArmCfg) -> tuple[tuple[float, ...], ...]:
-    """Return our tools pointing down, turned with the base of their arm."""
+    """Return the orientation of our tools pointing down, rotated with the base of their arm."""
     if cfg.yaw is None and cfg.quat is None:
         return _DOWN
     base = np.empty(9)
@@ -508,7 +508,7 @@ def _our_down(cfg: ArmCfg) -> tuple[tuple[float, ...], ...]:
 
 
 def _hold(model: mujoco.MjModel, actuator: int) -> float:
-    """Return the control with which an actuator keeps its joint where the model has it; a motor rests."""
+    """Return the control that holds a servo's joint at its default position; 0 for a motor."""
     joint = int(model.actuator_trnid[actuator, 0])
     on_joint = int(model.actuator_trntype[actuator]) == int(mujoco.mjtTrn.mjTRN_JOINT)
     if drive_kind(model, actuator) != "servo" or not on_joint:
@@ -518,7 +518,7 @@ def _hold(model: mujoco.MjModel, actuator: int) -> float:
 
 
 def _turn(axis: str, onto: np.ndarray) -> np.ndarray:
-    """Return the quaternion of the shortest rotation that turns an axis of a tool onto one of the flange."""
+    """Return the quaternion of the shortest rotation from an axis of a tool to one of the flange."""
     start, quat = np.eye(3)["xyz".index(axis)], np.array([1.0, 0.0, 0.0, 0.0])
     if start @ onto < -0.5:
         mujoco.mju_axisAngle2Quat(quat, np.roll(start, 1), np.pi)
@@ -528,7 +528,7 @@ def _turn(axis: str, onto: np.ndarray) -> np.ndarray:
 
 
 def _inertia(model: mujoco.MjModel, parts: ArmParts) -> np.ndarray:
-    """Return the inertia that each joint of a model moves at the start, armature included."""
+    """Return the inertia that each joint moves in the initial posture, including armature, ``[njnt]``."""
     data = mujoco.MjData(model)
     for name, at in zip(parts.joints, parts.init, strict=True):
         data.qpos[model.joint(name).qposadr[0]] = at
@@ -542,7 +542,7 @@ def _inertia(model: mujoco.MjModel, parts: ArmParts) -> np.ndarray:
 
 
 def _strongest(model: mujoco.MjModel, joint: int, motor: int | None) -> float | None:
-    """Return the largest force or torque that the model allows for a joint, or ``None``."""
+    """Return the maximum force or torque that the model allows for a joint, or ``None``."""
     limits = []
     if model.jnt_actfrclimited[joint]:
         limits.append(float(np.abs(model.jnt_actfrcrange[joint]).max()))
@@ -557,7 +557,7 @@ def _strongest(model: mujoco.MjModel, joint: int, motor: int | None) -> float | 
 
 
 def _point_down(model: mujoco.MjModel, parts: ArmParts, cfg: ArmCfg, grip: Grip | None) -> np.ndarray:
-    """Return the orientation nearest to the start's in which the tool points down, and fingers close along x or y."""
+    """Return the orientation closest to the initial one with the tool down and the fingers closing along x or y."""
     data, base = mujoco.MjData(model), np.empty(9)
     for name, at in zip(parts.joints, parts.init, strict=True):
         data.qpos[model.joint(name).qposadr[0]] = at

@@ -1,7 +1,7 @@
-"""What a robot file is and whether it works: which drives it has, whether its joints follow, whether kinematics agree.
+"""Checks a robot file: its actuators, whether its joints follow, and whether kinematics agree with MuJoCo's.
 
 ``suggest`` completes a config with what a model lacks; ``check_robot`` builds that robot, moves every joint and
-compares the kinematics with MuJoCo's. ``embodichain robots check`` prints the result.
+compares the kinematics. ``embodichain robots check`` prints the result.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ from embodichain.envs.scene_cfg import CameraCfg
 from embodichain.errors import UnknownNameError, nearest
 
 TURN = 6.2832
-"""Limit that is suggested for a hinge that has none, in radians."""
-_MOVE, _SLIDE = 0.2, 0.02  # how far joints are moved, in radians and metres
+"""Suggested limit of a hinge that has none, in radians."""
+_MOVE, _SLIDE = 0.2, 0.02  # displacements of the test motion, in radians and metres
 _SECONDS = 1.0
-_GOOD = 0.1  # part of the way that a joint may be off in the end
-_POSES = 64  # in which kinematics are compared
+_GOOD = 0.1  # maximum remaining error, as a fraction of the displacement
+_POSES = 64  # number of postures in which kinematics are compared
 
 _GROUND = """<mujoco><option timestep="0.004" integrator="implicitfast"/>
   <visual><headlight ambient="0.4 0.4 0.4" diffuse="0.35 0.35 0.35" specular="0 0 0"/></visual><asset>
@@ -46,7 +46,7 @@ Frame = Callable[[mujoco.MjModel, mujoco.MjData], None]
 
 @dataclass
 class JointReport:
-    """One joint: what it is, what drives it, and whether it follows."""
+    """One joint: its type, its actuator, and whether it follows."""
 
     name: str
     kind: str
@@ -55,24 +55,24 @@ class JointReport:
     drive: str
     start: float
     follows: bool | None = None
-    """Whether the joint went where it was sent; ``None`` if nothing drives it."""
+    """Whether the joint reached its target; ``None`` if nothing drives it."""
     note: str = ""
 
 
 @dataclass
 class RobotReport:
-    """What was recognised in a robot file, and what was tried."""
+    """The analysis of a robot file and the results of the test motion."""
 
     cfg: RobotCfg
     floating: str | None
-    """Name of the free joint of a robot that stands on nothing."""
+    """Name of the free joint of a robot without a fixed base."""
     joints: list[JointReport]
     arms: dict[str, Arm]
     needs: list[str]
-    """What the config had to be completed with."""
+    """Additions that the config needed."""
     left_out: list[str] = field(default_factory=list)
     kinematics_error: float = 0.0
-    """Largest difference of the tool's pose to MuJoCo's, in metres and radians."""
+    """Maximum difference of the tool's pose to MuJoCo's, in metres and radians."""
     model: mujoco.MjModel | None = None
     home: np.ndarray | None = None
 
@@ -94,13 +94,13 @@ def robot_config(name: str) -> RobotCfg:
 
 
 def as_written(name: str) -> str:
-    """Return the absolute path of a file, for a config that is used anywhere; a file of a package keeps its address."""
+    """Return the absolute path of a file, for use in a config; ``package://`` paths stay unchanged."""
     path = find_file(name)
     return name if name.startswith("package://") else str(path)
 
 
 def suggest(cfg: RobotCfg) -> tuple[RobotCfg, list[str]]:
-    """Return a config with what its model lacks, as far as that can be guessed, and a sentence for every addition."""
+    """Return the config completed with guesses for what its model lacks, and a sentence for each addition."""
     if cfg.mjcf is None or cfg.arms:
         return cfg, []
     spec, needs = read_spec(find_file(cfg.mjcf)), []
@@ -149,7 +149,7 @@ def _arm_name(model: mujoco.MjModel, end: int, index: int) -> str:
 
 
 def _last_body(model: mujoco.MjModel, end: int) -> str:
-    """Return the last body that is fixed to an arm's last link."""
+    """Return the last body fixed to an arm's last link."""
     rigid = [b for b in below(model, end) if path_joints(model, b) == path_joints(model, end)]
     return model.body(rigid[-1]).name
 
@@ -157,7 +157,7 @@ def _last_body(model: mujoco.MjModel, end: int) -> str:
 def check_robot(cfg: RobotCfg, frame: Frame | None = None) -> RobotReport:
     """Build a robot in an empty scene, move every joint, and compare its kinematics with MuJoCo's.
 
-    ``frame`` is called every few steps, to film it.
+    ``frame`` is called every few steps, to record a video.
     """
     cfg, needs = suggest(cfg)
     raw = _floating_model(cfg)
@@ -177,7 +177,7 @@ def check_robot(cfg: RobotCfg, frame: Frame | None = None) -> RobotReport:
 
 
 def _rest_controls(model: mujoco.MjModel, robot: Robot, home: np.ndarray) -> np.ndarray:
-    """Return controls that keep the robot at its starting posture, the grippers open."""
+    """Return controls that hold the initial posture with open grippers."""
     controls = robot.idle_control.numpy().astype(float)
     for arm in robot.arms.values():
         at = home[[int(model.joint(name).qposadr[0]) for name in arm.joints]]
@@ -226,7 +226,7 @@ def _try_arm(
 
 
 def _simulate(model: mujoco.MjModel, home: np.ndarray, controls: np.ndarray, frame: Frame | None) -> np.ndarray:
-    """Hold controls for a while from the starting posture, and return the positions then."""
+    """Hold controls for a while from the initial posture, and return the final positions."""
     data = mujoco.MjData(model)
     data.qpos[:] = home
     steps = round(_SECONDS / model.opt.timestep)
@@ -239,7 +239,7 @@ def _simulate(model: mujoco.MjModel, home: np.ndarray, controls: np.ndarray, fra
 
 
 def _turns(model: mujoco.MjModel, joint: int, actuator: int, most: float, home: np.ndarray) -> bool:
-    """Tell whether a motor moves its joint: its acceleration changes sign with the control."""
+    """Return whether a motor moves its joint: the acceleration changes sign with the control."""
     data, found = mujoco.MjData(model), []
     for sign in (1.0, -1.0):
         mujoco.mj_resetData(model, data)
@@ -251,7 +251,7 @@ def _turns(model: mujoco.MjModel, joint: int, actuator: int, most: float, home: 
 
 
 def _kinematics_error(model: mujoco.MjModel, arm: Arm, home: np.ndarray) -> float:
-    """Return the largest difference of the tool's pose between the batched kinematics and MuJoCo's."""
+    """Return the maximum difference of the tool's pose between the batched kinematics and MuJoCo's."""
     if arm.chain is None or arm.site is None:
         return 0.0
     low, high = arm.lower.clamp_min(-np.pi), arm.upper.clamp_max(np.pi)
@@ -271,7 +271,7 @@ def _kinematics_error(model: mujoco.MjModel, arm: Arm, home: np.ndarray) -> floa
 
 
 def _floating_model(cfg: RobotCfg) -> mujoco.MjModel | None:
-    """Return the model of a robot whose base is free, or ``None``."""
+    """Return the model of a robot with a free base, or ``None``."""
     if cfg.fix_base or cfg.arms:
         return None
     part = split_robot(cfg)[0]
@@ -281,7 +281,7 @@ def _floating_model(cfg: RobotCfg) -> mujoco.MjModel | None:
 
 
 def _check_floating(cfg: RobotCfg, model: mujoco.MjModel, frame: Frame | None) -> RobotReport:
-    """List the joints of a robot whose base is free, and move each with the base held."""
+    """List the joints of a robot with a free base, and move each while the base is fixed."""
     base = next(j for j in range(model.njnt) if model.joint(j).name == free_base(model))
     home = model.key_qpos[0].copy() if model.nkey else model.qpos0.copy()
     model.opt.gravity[:] = 0.0
@@ -316,7 +316,7 @@ def _follows_free(
     kind: str,
     frame: Frame | None,
 ) -> bool:
-    """Drive one joint while the base is held, and tell whether it moved the way it was sent."""
+    """Drive one joint while the base is fixed, and return whether it moved in the right direction."""
     data, address = mujoco.MjData(model), int(model.jnt_qposadr[joint])
     first, dof = int(model.jnt_qposadr[base]), int(model.jnt_dofadr[base])
     data.qpos[:] = home
@@ -335,7 +335,7 @@ def _follows_free(
 
 
 def overview(model: mujoco.MjModel, home: np.ndarray) -> CameraCfg:
-    """Return a camera that has the whole robot in view."""
+    """Return a camera that shows the whole robot."""
     data = mujoco.MjData(model)
     data.qpos[:] = home
     mujoco.mj_forward(model, data)

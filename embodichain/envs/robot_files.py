@@ -1,4 +1,4 @@
-"""Robot files: registered ones and a user's own MJCF, found and read, and which of them a config is made of."""
+"""Robot files: finds and reads registered robots and users' MJCF files, and splits a config into its files."""
 
 import importlib.util
 import os
@@ -21,13 +21,13 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """The file and the parts of one kind of tool; a tool with fingers adds one action, open (1) to closed (-1)."""
+    """The file and the parts of a tool; fingers add one action, from closed (-1) to open (1)."""
 
     asset: str
     site: str = "tool"
     fingers: tuple[str, ...] = ()
     axis: str = "y"
-    """Axis of the tool that continues the flange's own."""
+    """Axis of the tool that is aligned with the flange's."""
 
 
 _LEGS = [f"{leg}_{joint}" for leg in ("fl", "fr", "rl", "rr") for joint in ("hip", "thigh", "calf")]
@@ -45,14 +45,14 @@ ROBOTS: dict[str, RobotCfg] = {
     "quadruped": RobotCfg(uid="quadruped", mjcf=str(ASSETS / "quadruped.xml"), joints=_LEGS, collisions="own"),
     "biped": RobotCfg(uid="biped", mjcf=str(ASSETS / "biped.xml"), joints=_BIPED_JOINTS, collisions="own"),
 }
-"""Robots by name."""
+"""Registered robots by name."""
 _OURS = frozenset(ROBOTS)
 TOOLS = {"pusher": ToolSpec("pusher.xml"), "gripper": ToolSpec("gripper.xml", fingers=("left_finger", "right_finger"))}
-"""Tools by name."""
+"""Registered tools by name."""
 
 
 def register_robot(name: str, mjcf: str | os.PathLike[str], **settings: Any) -> None:
-    """Register a robot under a name that configs can use as ``robot.uid``; a second one replaces the first.
+    """Register a robot under a name for ``robot.uid``; an existing name is replaced.
 
     ``settings`` are fields of ``RobotCfg``: ``joints``, ``tool_site``, ``gripper``, ``init_qpos``, ``servos``, ...
     """
@@ -63,12 +63,12 @@ def register_robot(name: str, mjcf: str | os.PathLike[str], **settings: Any) -> 
 
 
 def register_tool(name: str, mjcf: str | os.PathLike[str], site: str = "tool", fingers: Sequence[str] = ()) -> None:
-    """Register a tool that configs can name as ``robot.tool``; its z axis continues the flange's."""
+    """Register a tool under a name for ``robot.tool``; its z axis is aligned with the flange's."""
     TOOLS[name] = ToolSpec(str(find_file(str(mjcf))), site, tuple(fingers), "z")
 
 
 def find_file(name: str, folder: Path | None = None) -> Path:
-    """Return the file that a config names: in an installed package, beside the config, or in the working directory."""
+    """Return the path of a file in a config: in a package, relative to the config, or to the working directory."""
     if name.startswith(_PACKAGE):
         package, _, inside = name.removeprefix(_PACKAGE).partition("/")
         found = importlib.util.find_spec(package) if package.isidentifier() else None
@@ -87,7 +87,7 @@ def find_file(name: str, folder: Path | None = None) -> Path:
 def read_spec(path: Path) -> mujoco.MjSpec:
     """Parse an MJCF file; ``AssetError`` if it is not valid.
 
-    What it includes lies beside it, or is a part of this package, such as ``table.xml``.
+    Included files are next to it, or part of this package, such as ``table.xml``.
     """
     folder, parts = path.parent, {}
     if folder != ASSETS:
@@ -99,7 +99,7 @@ def read_spec(path: Path) -> mujoco.MjSpec:
 
 
 def compile_robot(spec: mujoco.MjSpec, file: Path) -> mujoco.MjModel:
-    """Compile a robot; meshes without a volume, which MuJoCo refuses, get the inertia of a shell."""
+    """Compile a robot; meshes without volume, which MuJoCo rejects, get shell inertia."""
     for _ in range(len(spec.meshes) + 1):
         try:
             return spec.compile()
@@ -118,12 +118,12 @@ def find_named(kind: str, name: str, known: Mapping[str, _Entry]) -> _Entry:
     return known[name]
 
 
-# --- one robot file: which, and what has to be changed in it ---------------------------------------------------------
+# --- splitting a config into robot files ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RobotPart:
-    """One robot file of a config, and the arms that are in it."""
+    """One robot file of a config, and the arms in it."""
 
     cfg: ArmCfg
     arms: dict[str, ArmCfg]
@@ -132,7 +132,7 @@ class RobotPart:
 
 
 def split_robot(robot: RobotCfg) -> list[RobotPart]:
-    """Return the robot files of a config, complete with what registered robots say."""
+    """Return the robot files of a config, completed with the settings of registered robots."""
     if not robot.arms:
         full = _complete(robot)
         return [RobotPart(full, {"": full}, PREFIX, "robot")]
@@ -159,9 +159,9 @@ def _is_robot(arm: ArmCfg) -> bool:
 
 
 def _complete(cfg: ArmCfg, base: ArmCfg | None = None) -> ArmCfg:
-    """Return a config over what it takes from others: the robot that it is an arm of, and a registered robot."""
+    """Return a config completed from ``base``, the robot that it is an arm of, and from a registered robot."""
     if base is not None and (cfg.mjcf is not None or (cfg.uid is not None and cfg.uid != base.uid)):
-        base = None  # another robot altogether
+        base = None  # a different robot
     cfg = cfg if base is None else _over(base, cfg)
     if cfg.mjcf is not None:
         return cfg
@@ -169,7 +169,7 @@ def _complete(cfg: ArmCfg, base: ArmCfg | None = None) -> ArmCfg:
 
 
 def _over(base: ArmCfg, cfg: ArmCfg) -> ArmCfg:
-    """Return ``base`` with the settings of ``cfg`` that are not the default."""
+    """Return ``base`` with the non-default settings of ``cfg``."""
     plain = ArmCfg()
     given = {f.name: getattr(cfg, f.name) for f in fields(ArmCfg) if getattr(cfg, f.name) != getattr(plain, f.name)}
     kept = {f.name: getattr(base, f.name) for f in fields(ArmCfg)}

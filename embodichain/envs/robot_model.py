@@ -1,8 +1,7 @@
-"""What can be found out from a robot's MJCF: the chain to its tool, motors, limits, gripper, a posture to start from.
+"""Analyses a robot's MJCF: the kinematic chain to its tool, its limits and its gripper.
 
-``read_arm`` looks at a compiled model of the robot alone and returns ``ArmParts``, names and numbers; what it
-cannot find out is one ``ConfigError`` that lists what there is to choose from. ``robot_adaptation.py`` changes the
-model accordingly.
+``read_arm`` takes a compiled model of the robot alone and returns ``ArmParts``. What it cannot infer raises a
+``ConfigError`` that lists the options. ``robot_adaptation.py`` changes the model accordingly.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _JOINT, _SITE, _BODY, _EQUALITY = (
 HINGE, SLIDE = int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE)
 FREE = int(mujoco.mjtJoint.mjJNT_FREE)
 _TOOL_WORDS = ("tcp", "tool", "pinch", "grasp", "grip", "eef", "end_effector", "ee", "attachment", "flange", "wrist")
-_SHORTEST_ARM = 3  # joints from which on a branch of a robot may be an arm of its own, and no finger
+_SHORTEST_ARM = 3  # minimum number of joints of a branch to count as an arm, not as a finger
 ADDED_SITE = "tool_frame"
-_ROUNDED = 1e-3  # by which a posture may be beyond a limit, as files round both
+_ROUNDED = 1e-3  # tolerance of postures beyond a limit, as files round both
 
 
 def names(model: mujoco.MjModel, kind: str) -> list[str]:
@@ -40,7 +39,7 @@ def _listed(options: Sequence[str], most: int = 40) -> str:
 
 
 def path_joints(model: mujoco.MjModel, body: int) -> list[int]:
-    """Return the joints between the world and a body, from the world on."""
+    """Return the joints between the world and a body, starting at the world."""
     path: list[int] = []
     while body:
         first, count = int(model.body_jntadr[body]), int(model.body_jntnum[body])
@@ -50,7 +49,7 @@ def path_joints(model: mujoco.MjModel, body: int) -> list[int]:
 
 
 def below(model: mujoco.MjModel, body: int) -> Iterator[int]:
-    """Return a body and all bodies below it."""
+    """Yield a body and all its descendants."""
     inside = {body}
     yield body
     for child in range(body + 1, model.nbody):
@@ -60,12 +59,12 @@ def below(model: mujoco.MjModel, body: int) -> Iterator[int]:
 
 
 def moves(model: mujoco.MjModel, joint: int) -> bool:
-    """Tell whether a joint has one degree of freedom."""
+    """Return whether a joint has one degree of freedom."""
     return int(model.jnt_type[joint]) in (HINGE, SLIDE)
 
 
 def free_base(model: mujoco.MjModel) -> str | None:
-    """Return the name of a free joint that carries other joints, if there is one: such a robot stands on nothing."""
+    """Return the name of a free joint that carries other joints, or ``None`` if the base is fixed."""
     for joint in range(model.njnt):
         body = int(model.jnt_bodyid[joint])
         carried = sum(int(model.body_jntnum[b]) for b in below(model, body))
@@ -75,12 +74,12 @@ def free_base(model: mujoco.MjModel) -> str | None:
 
 
 def find_chains(model: mujoco.MjModel) -> list[int]:
-    """Return the last link of every arm of a model: one for an arm, two for a robot with two.
+    """Return the last link of every arm of a model: one for an arm, two for a robot with two arms.
 
-    An arm is followed from the world. Where it parts, branches of a joint or two are a hand, or a head; the longest
-    is followed, and two that are about as long are two arms.
+    Chains are followed from the world. Where one branches, branches of one or two joints are a hand or a head; the
+    longest is followed, and branches of similar length are separate arms.
     """
-    depth = np.zeros(model.nbody, dtype=int)  # joints on the longest way down from a body, its own included
+    depth = np.zeros(model.nbody, dtype=int)  # joints on the longest path from a body to a leaf, including its own
     for body in range(model.nbody - 1, 0, -1):
         own = sum(
             moves(model, j) for j in range(model.body_jntadr[body], model.body_jntadr[body] + model.body_jntnum[body])
@@ -107,9 +106,9 @@ def find_chains(model: mujoco.MjModel) -> list[int]:
 
 
 def read_arm(model: mujoco.MjModel, cfg: ArmCfg, key: str = "robot", home: np.ndarray | None = None) -> ArmParts:
-    """Find the arm that a config means in a model of the robot alone.
+    """Find the arm of a config in a model of the robot alone.
 
-    ``key`` is where the config stands; ``home`` are the positions of a keyframe.
+    ``key`` is the path of the config; ``home`` are the joint positions of a keyframe.
     """
     ends = _last_link(model, cfg, key)
     chain = path_joints(model, ends)
@@ -180,7 +179,7 @@ def _last_link(model: mujoco.MjModel, cfg: ArmCfg, key: str) -> int:
 
 
 def _before_fingers(model: mujoco.MjModel, end: int) -> int:
-    """Return the link that carries a site named as a tool's, if a joint or two after it are a single finger's."""
+    """Return the link that carries a site named like a tool, if the one or two joints after it belong to a finger."""
     chain = path_joints(model, end)
     for site in range(model.nsite):
         body = int(model.site_bodyid[site])
@@ -193,7 +192,7 @@ def _before_fingers(model: mujoco.MjModel, end: int) -> int:
 
 
 def _place(model: mujoco.MjModel, name: str, key: str) -> tuple[int, int | None]:
-    """Return the body that a name means, and the site if it is one's; a tool's parts may lack their prefix."""
+    """Return the body of a name, and the site if it names one; the prefix ``tool/`` may be omitted."""
     for full in (name, f"tool/{name}"):
         site = mujoco.mj_name2id(model, _SITE, full)
         if site >= 0:
@@ -209,7 +208,7 @@ def _place(model: mujoco.MjModel, name: str, key: str) -> tuple[int, int | None]
 
 
 def _limits(model: mujoco.MjModel, cfg: ArmCfg, key: str, joints: list[int]) -> tuple[list[float], list[float]]:
-    """Return the limits of joints: of the config, of the model, or of the servo that drives them."""
+    """Return the limits of joints: from the config, the model, or the servo that drives them."""
     known = names(model, "joint")
     unknown = [name for name in cfg.limits if name not in known]
     if unknown:
@@ -243,13 +242,13 @@ def _reach_of_servo(model: mujoco.MjModel, drive: int) -> tuple[float, float]:
 
 
 def has_limits(model: mujoco.MjModel, joint: int) -> bool:
-    """Tell whether a joint is limited, by itself or by the range of its servo."""
+    """Return whether a joint is limited, by itself or by its servo's control range."""
     drive = servo_of(model, joint)
     return bool(model.jnt_limited[joint] or (drive is not None and model.actuator_ctrllimited[drive]))
 
 
 def _find_tool(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, last: int) -> None:
-    """Find the site of the tool, or the body that stands for it."""
+    """Find the site of the tool, or the body to which it is added."""
     rigid = [b for b in below(model, last) if b == last or path_joints(model, b) == path_joints(model, last)]
     if cfg.tool_site is not None:
         body, site = _place(model, cfg.tool_site, f"{key}.tool_site")
@@ -286,13 +285,13 @@ def _site_name(model: mujoco.MjModel, body: int, site: int | None) -> tuple[str,
 
 
 def free_name(wanted: str, taken: Collection[str]) -> str:
-    """Return a name, with a number if there is one like it already."""
+    """Return the wanted name, with a number appended if it is taken."""
     numbered = (f"{wanted}_{i}" for i in range(2, len(taken) + 3))
     return next(name for name in (wanted, *numbered) if name not in taken)
 
 
 def check_start(key: str, joints: Sequence[str], at: Sequence[float], bounds: Sequence[tuple[float, float]]) -> None:
-    """Raise ``ConfigError`` for joints that would start outside of their limits."""
+    """Raise ``ConfigError`` for joints that start outside their limits."""
     outside = [
         f"{name} at {value:.4g}, outside its limits [{low:.4g}, {high:.4g}]"
         for name, value, (low, high) in zip(joints, at, bounds, strict=True)
@@ -303,14 +302,14 @@ def check_start(key: str, joints: Sequence[str], at: Sequence[float], bounds: Se
 
 
 def _rank(site: str) -> tuple[int, int]:
-    """Order sites by how much their name says "tool", and then by how short it is."""
+    """Return a sort key: sites with a tool-like name first, then shorter names."""
     name = site.rpartition("/")[2].lower()
     words = [i for i, word in enumerate(_TOOL_WORDS) if word in name]
     return (min(words) if words else len(_TOOL_WORDS), len(name))
 
 
 def _find_fingers(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts) -> list[str]:
-    """Return the joints of the fingers: those that are driven, and those that follow them by an equality."""
+    """Return the finger joints: those that are driven, and those coupled to them by an equality."""
     known = parts.hand
     if cfg.gripper is not None:
         full = [name if name in known else f"tool/{name}" for name in cfg.gripper]
@@ -326,13 +325,13 @@ def _find_fingers(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts)
     if driven:
         fingers = driven | {one for one, two in followers.items() if two in driven}
         fingers |= {two for one, two in followers.items() if one in driven}
-    else:  # nothing drives it: pairs that move together, or the only one or two
+    else:  # not driven: coupled pairs, or up to two joints
         fingers = set(followers) | set(followers.values()) or (set(ids) if len(ids) <= 2 else set())
     return [model.joint(j).name for j in sorted(fingers)]
 
 
 def coupled_joints(model: mujoco.MjModel) -> dict[int, int]:
-    """Return the joints that an equality constraint makes follow another: follower and leader."""
+    """Return joints coupled by equality constraints, as follower to leader."""
     out = {}
     for i in range(model.neq):
         if int(model.eq_type[i]) == int(mujoco.mjtEq.mjEQ_JOINT) and int(model.eq_obj2id[i]) >= 0:
@@ -341,7 +340,7 @@ def coupled_joints(model: mujoco.MjModel) -> dict[int, int]:
 
 
 def site_frame(model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return position and rotation of the tool in the world of ``data``, and the body it belongs to."""
+    """Return position and rotation of the tool in the world of ``data``, and its body."""
     if parts.site_body is not None or parts.site is None:
         body = model.body(parts.site_body or parts.body).id
         return data.xpos[body].copy(), data.xmat[body].reshape(3, 3).copy(), body
@@ -350,12 +349,12 @@ def site_frame(model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts) -> t
 
 
 def _find_axis(model: mujoco.MjModel, data: mujoco.MjData, cfg: ArmCfg, parts: ArmParts) -> None:
-    """Find the axis of the tool's frame that leads away from the last joint."""
+    """Find the axis of the tool's frame that points away from the last joint."""
     mujoco.mj_kinematics(model, data)
     position, rotation, _ = site_frame(model, data, parts)
     last = model.joint(parts.joints[-1]).id
     away = rotation.T @ (position - data.xanchor[last])
-    if np.linalg.norm(away) < 0.01:  # the tool is at the joint: along its axis, away from the joint before
+    if np.linalg.norm(away) < 0.01:  # the tool is at the joint: use the joint axis, away from the previous joint
         before = data.xanchor[model.joint(parts.joints[max(0, len(parts.joints) - 2)]).id]
         along = data.xaxis[last]
         away = rotation.T @ (along * (1.0 if along @ (position - before) >= 0 else -1.0))
@@ -366,7 +365,7 @@ def _find_axis(model: mujoco.MjModel, data: mujoco.MjData, cfg: ArmCfg, parts: A
 
 
 def reach(model: mujoco.MjModel, geom: int, up: np.ndarray) -> float:
-    """Return how far a geom reaches below its origin, against the direction ``up`` in its frame."""
+    """Return the extent of a geom below its origin, against the direction ``up`` in its frame."""
     size, kind = model.geom_size[geom], model.geom_type[geom]
     if kind == mujoco.mjtGeom.mjGEOM_MESH:
         mesh = int(model.geom_dataid[geom])

@@ -1,6 +1,6 @@
-"""Robots in a compiled model: what is known of a robot, and where the joints and motors of each arm lie in the state.
+"""Robots in a compiled model: joints, actuators and kinematics of each arm, and their indices in the state.
 
-What is known is found out by ``robot_adaptation.py``, and put into a scene by ``construction.py``.
+``robot_adaptation.py`` analyses robot files, and ``construction.py`` adds robots to a scene.
 """
 
 import importlib
@@ -26,7 +26,7 @@ _ELSEWHERE = {
     "register_robot": "robot_files",
     "register_tool": "robot_files",
 }
-"""Names of the modules that read and build robots; a step needs none of them."""
+"""Names that this module re-exports lazily, by the module that defines them; stepping needs none of these."""
 
 
 def __getattr__(name: str) -> Any:
@@ -37,74 +37,74 @@ def __getattr__(name: str) -> Any:
 
 @dataclass
 class ArmParts:
-    """What makes an arm of a model: names of its parts as the model has them, and what follows from it."""
+    """The parts of an arm, by their names in the model, and its initial posture."""
 
     joints: list[str]
     lower: list[float]
     upper: list[float]
     body: str
-    """The last link, which the last joint moves."""
+    """The last link, moved by the last joint."""
     site: str | None = None
-    """Where the tool is; ``None`` for a machine without a tool."""
+    """Site of the tool; ``None`` for a robot without a tool."""
     site_body: str | None = None
-    """Body that a site has to be added to, as the model has none there."""
+    """Body to which the tool site is added, if the model has none."""
     axis: np.ndarray = field(default_factory=lambda: np.array([0.0, 0.0, 1.0]))
-    """Where the tool points, in the site's frame."""
+    """Direction of the tool, in the site's frame."""
     fingers: list[str] = field(default_factory=list)
     hand: list[str] = field(default_factory=list)
-    """All joints beyond the last link, fingers among them."""
+    """All joints beyond the last link, including the fingers."""
     init: list[float] = field(default_factory=list)
-    """Joint positions at the start, without the fingers'."""
+    """Initial joint positions, without the fingers."""
     init_fingers: list[float] = field(default_factory=list)
-    """Positions of the fingers at the start, where a config gives them; else the gripper is open."""
+    """Initial finger positions, if the config sets them; otherwise the gripper is open."""
     init_from: str = ""
-    """Where these come from."""
+    """Source of the initial positions."""
 
 
 @dataclass
 class Grip:
-    """How a gripper is driven."""
+    """Actuation and finger positions of a gripper."""
 
     actuators: list[str]
     closed: list[float]
-    """Controls of the actuators at which it is closed."""
+    """Controls of the actuators when closed."""
     open: list[float]
-    """Controls at which it is open."""
+    """Controls of the actuators when open."""
     fingers_closed: list[float]
-    """Positions of the fingers where it is closed."""
+    """Finger positions when closed."""
     fingers_open: list[float]
     others: dict[str, float] = field(default_factory=dict)
-    """Positions of the other joints of the hand where it is open."""
+    """Positions of the other joints of the hand when open."""
     gap_closed: float = 0.0
-    """Distance between the fingers in metres where it is closed, negative if they overlap."""
+    """Distance between the fingers in metres when closed; negative if they overlap."""
     gap_open: float = 0.0
 
 
 @dataclass(frozen=True)
 class ArmSpec:
-    """An arm of a robot file, found and made to work: names without the prefix of the scene."""
+    """An arm of an adapted robot file; names are without the scene's prefix."""
 
     name: str
     parts: ArmParts
     grip: Grip | None
     down: tuple[tuple[float, ...], ...]
-    """Orientation of the tool where it points straight down."""
+    """Orientation of the tool when it points straight down."""
     added_servos: tuple[str, ...]
     plain_opening: bool
-    """Whether the fingers' positions are half the distance between them."""
+    """Whether the finger positions sum to the distance between the fingers."""
 
 
 @dataclass(frozen=True)
 class RobotSpec:
-    """What was found out about one robot file."""
+    """The analysis of one robot file."""
 
     arms: tuple[ArmSpec, ...]
     held: dict[str, float]
-    """Controls of the actuators that no arm uses."""
+    """Constant controls of the actuators that no arm uses."""
     locked: tuple[str, ...]
-    """Joints that were taken out."""
+    """Joints that were removed."""
     dropped: tuple[str, ...]
-    """Bodies of the file that are no part of the robot."""
+    """Bodies of the file that are not part of the robot."""
     nu: int
 
 
@@ -132,7 +132,7 @@ def tendon_joints(model: mujoco.MjModel, tendon: int) -> list[int]:
 
 
 def drive_kind(model: mujoco.MjModel, actuator: int) -> str:
-    """Return ``servo`` for one that goes to a position, ``motor`` for a force or torque, else ``other``."""
+    """Return ``servo`` for position control, ``motor`` for a force or torque, else ``other``."""
     still = int(model.actuator_dyntype[actuator]) in (
         int(mujoco.mjtDyn.mjDYN_NONE),
         int(mujoco.mjtDyn.mjDYN_FILTER),
@@ -165,7 +165,7 @@ def _only(model: mujoco.MjModel, joint: int, kind: str) -> int | None:
 
 
 def servo_scale(model: mujoco.MjModel, actuator: int) -> tuple[float, float]:
-    """Return how a servo's control follows from the joint position it is to hold: factor and offset."""
+    """Return factor and offset that turn a joint target into the control of a servo."""
     gain, (offset, slope) = model.actuator_gainprm[actuator, 0], model.actuator_biasprm[actuator, :2]
     return float(-slope * model.actuator_gear[actuator, 0] / gain), float(-offset / gain)
 
@@ -176,20 +176,20 @@ class Arm:
     def __init__(
         self, model: mujoco.MjModel, spec: ArmSpec, prefix: str, first: int, device: torch.device | str
     ) -> None:
-        """``first`` is the column of the arm's first joint among the robot's."""
+        """``first`` is the arm's first column in the joint vector of the robot."""
         parts, grip = spec.parts, spec.grip
         self.name, self.joints = spec.name, [prefix + name for name in parts.joints]
         self.fingers = [prefix + name for name in parts.fingers]
         self.num_joints, self.num_fingers = len(self.joints), len(self.fingers)
         self.dofs = self.num_joints + self.num_fingers
         self.columns = slice(first, first + self.dofs)
-        """Where the arm's joints and fingers are among the robot's."""
+        """Columns of the arm's joints and fingers in the joint vector of the robot."""
         floats = lambda values: torch.tensor(values, dtype=torch.float32, device=device)  # noqa: E731
         self.lower, self.upper = floats(parts.lower), floats(parts.upper)
         self.finger_closed = floats(grip.fingers_closed if grip else [])
         self.finger_open = floats(grip.fingers_open if grip else [])
         self.grip_closed, self.grip_open = floats(grip.closed if grip else []), floats(grip.open if grip else [])
-        """Controls at which the gripper is closed, and open."""
+        """Controls of the gripper when closed and when open."""
         ids = [model.joint(name).id for name in self.joints]
         servos, motors = [servo_of(model, j) for j in ids], [motor_of(model, j) for j in ids]
         self.has_servos, self.has_motors = None not in servos, None not in motors
@@ -203,7 +203,7 @@ class Arm:
         scales = [servo_scale(model, i) for i in servos if i is not None]
         plain = all(scale == (1.0, 0.0) for scale in scales)
         self.control_scale = None if plain else floats(scales).unbind(1)
-        """Factor and offset that turn joint positions into controls, where these differ."""
+        """Factors and offsets that turn joint targets into controls; ``None`` if they are equal."""
         self.site = None if parts.site is None else prefix + parts.site
         self.chain: SerialChain | None = None
         if self.site is not None:
@@ -212,13 +212,13 @@ class Arm:
         start = [*parts.init, *(parts.init_fingers or fingers)]
         self.init_qpos = torch.tensor(start, dtype=torch.float64, device=device)
         self.others = {prefix + name: at for name, at in grip.others.items()} if grip else {}
-        """Positions of the other joints of the hand at the start."""
+        """Initial positions of the other joints of the hand."""
         self.down = floats(spec.down)
-        """Orientation ``[3, 3]`` of the tool where it points straight down."""
+        """Orientation ``[3, 3]`` of the tool when it points straight down."""
         self._gaps = None if spec.plain_opening or grip is None else (grip.gap_closed, grip.gap_open)
 
     def opening(self, fingers: Tensor) -> Tensor:
-        """Return half the distance between the fingers ``[n]``, in metres, for their positions ``[n, num_fingers]``."""
+        """Return half the distance between the fingers in metres, ``[n]``, for positions ``[n, num_fingers]``."""
         if self._gaps is None:
             return 0.5 * (fingers[:, 0] + fingers[:, 1])
         share = ((fingers - self.finger_closed) / (self.finger_open - self.finger_closed)).mean(dim=1)
@@ -226,12 +226,12 @@ class Arm:
 
 
 class Robot:
-    """The part of a compiled model that is the robot: one arm, whose attributes are the robot's, or several."""
+    """The robot in a compiled model: one or several arms."""
 
     def __init__(
         self, model: mujoco.MjModel, parts: Sequence[tuple[str, RobotSpec]], device: torch.device | str = "cpu"
     ) -> None:
-        """``parts`` are the robot files in the model, with their prefixes there."""
+        """``parts`` are the robot files in the model, each with its prefix."""
         self.arms: dict[str, Arm] = {}
         held: dict[int, float] = {}
         first = 0
@@ -247,7 +247,7 @@ class Robot:
         self.qvel = _index([int(joint.dofadr[0]) for joint in joints], device)
         columns = [column for arm in arms for column in range(arm.columns.start, arm.columns.start + arm.num_joints)]
         self.joint_columns = _index(columns, device)
-        """Where the joints that are no fingers are among the robot's."""
+        """Columns of the joints that are not fingers in the joint vector of the robot."""
         self.num_joints, self.num_fingers = len(columns), sum(arm.num_fingers for arm in arms)
         self.lower, self.upper = torch.cat([arm.lower for arm in arms]), torch.cat([arm.upper for arm in arms])
         self.has_servos = all(arm.has_servos for arm in arms)
@@ -260,15 +260,15 @@ class Robot:
         self._others = {int(model.joint(n).qposadr[0]): at for arm in arms for n, at in arm.others.items()}
         actuators = [i for arm in arms for i in arm.actuators]
         self.controls = None if actuators == list(range(model.nu)) else torch.tensor(actuators, device=device)
-        """Which actuators the arms use; ``None``: all, in their order."""
+        """Actuators that the arms use; ``None`` means all, in order."""
         idle = [0.0] * int(model.nu)
         for actuator, at in held.items():
             idle[actuator] = at
         self.idle_control = torch.tensor(idle, dtype=torch.float32, device=device)
-        """Controls ``[nu]`` of the others."""
+        """Controls ``[nu]`` of the other actuators."""
 
     def home(self, qpos: Tensor) -> Tensor:
-        """Return positions ``[nq]`` with the robot at ``init_qpos``."""
+        """Set the robot's entries of ``qpos`` ``[nq]`` to ``init_qpos`` in place, and return it."""
         qpos[self.qpos] = self.init_qpos
         for address, at in self._others.items():
             qpos[address] = at
@@ -276,7 +276,7 @@ class Robot:
 
 
 def _index(addresses: list[int], device: torch.device | str) -> slice | Tensor:
-    """Return a slice if the addresses follow each other, else a tensor."""
+    """Return a slice if the addresses are consecutive, else a tensor."""
     first = addresses[0]
     if addresses == list(range(first, first + len(addresses))):
         return slice(first, first + len(addresses))

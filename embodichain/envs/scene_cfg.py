@@ -1,4 +1,4 @@
-"""The shape of ``env.scene``: objects, goals, views and fixtures that a config places; and of cameras that observe."""
+"""Config classes of ``env.scene`` (objects, fixtures, goals, views) and of cameras that observe."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -14,16 +14,16 @@ Color = Literal["red", "green", "blue", "yellow"]
 
 @configclass
 class PoseRangeCfg(Config):
-    """A box of positions in metres, and of headings in radians, to draw from uniformly."""
+    """Ranges of positions in metres and headings in radians, sampled uniformly."""
 
     x: Range = (0.0, 0.0)
     """Bounds of the x coordinate."""
     y: Range = (0.0, 0.0)
     """Bounds of the y coordinate."""
     z: Range = (0.0, 0.0)
-    """Bounds of the z coordinate (ignored for what rests on the table)."""
+    """Bounds of the z coordinate (ignored for objects that rest on the table)."""
     yaw: Range = (0.0, 0.0)
-    """Bounds of the heading about the vertical."""
+    """Bounds of the yaw."""
 
 
 def _rotation(quat: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
@@ -33,16 +33,16 @@ def _rotation(quat: tuple[float, float, float, float]) -> tuple[float, float, fl
 
 
 Rotation = Annotated[tuple[Number, Number, Number, Number], AfterValidator(_rotation)]
-"""Orientation as a quaternion (w, x, y, z), of any length but 0."""
+"""Orientation as a quaternion (w, x, y, z) of any nonzero length."""
 Rgba = Annotated[tuple[Fraction, ...], Field(min_length=3, max_length=4)]
 ThingName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
-"""Name of something in a scene."""
+"""Name of a thing in a scene."""
 
 
-_LARGEST = 1000.0  # metres of something that a scene can hold
+_LARGEST = 1000.0  # maximum size in metres
 
 
-def _holdable(size: tuple[float, ...]) -> tuple[float, ...]:
+def _limited_size(size: tuple[float, ...]) -> tuple[float, ...]:
     if max(size) > _LARGEST:
         raise ValueError(f"expected at most {_LARGEST:g} metres, got {list(size)}")
     return size
@@ -50,66 +50,66 @@ def _holdable(size: tuple[float, ...]) -> tuple[float, ...]:
 
 @configclass
 class ObjectCfg(Config):
-    """A thing in the scene: it lies on the table and can be moved, unless it is ``fixed``."""
+    """An object on the table, which can be moved unless it is ``fixed``."""
 
     shape: Literal["box", "sphere", "cylinder", "capsule", "mesh"] = "box"
-    """Its shape."""
-    size: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=3), AfterValidator(_holdable)] = (0.025,)
-    """In metres, as in MJCF: half lengths of a box (one: a cube); radius; radius and half length."""
+    """Shape of the object."""
+    size: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=3), AfterValidator(_limited_size)] = (0.025,)
+    """In metres, as in MJCF: box: half lengths (one number: a cube); sphere: radius; others: radius and half length."""
     file: str | None = None
-    """Mesh of the shape ``mesh`` (obj, stl, msh); it collides as its convex hull."""
+    """Mesh file of the shape ``mesh`` (obj, stl, msh); it collides as its convex hull."""
     scale: Positive = 1.0
-    """Factor on a mesh."""
+    """Scale of the mesh."""
     mass: Positive = 0.15
     """Mass in kg."""
     friction: NotNegative = 0.8
     """Sliding friction."""
     color: Color | Rgba = (0.6, 0.6, 0.62)
-    """Its colour: a name, or red, green, blue and perhaps opacity from 0 to 1."""
+    """Colour: a name, or red, green, blue and optionally opacity, each from 0 to 1."""
     pose: PoseRangeCfg = PoseRangeCfg(x=(0.5, 0.5))
-    """Where it starts: its middle in x and y, the height of its lowest point, and its heading."""
+    """Initial pose: x and y of its centre, height of its lowest point, and yaw."""
     quat: Rotation = (1.0, 0.0, 0.0, 0.0)
-    """How it is turned before its heading: a lying cylinder has (0.7071, 0.7071, 0, 0)."""
+    """Orientation before the yaw is applied: (0.7071, 0.7071, 0, 0) lays a cylinder on its side."""
     min_distance: NotNegative = 0.0
-    """Least distance, in the plane, from the middle of everything placed before it (fixtures, objects, goals)."""
+    """Minimum distance in the plane from the centre of everything placed before it (fixtures, objects, goals)."""
     fixed: bool = False
-    """Whether nothing can move it: an obstacle."""
+    """Whether it is a static obstacle."""
     collides: bool = True
-    """Whether it touches anything; otherwise it is only seen."""
+    """Whether it collides; otherwise it is only visible."""
     observe: bool = True
-    """Whether it is observed as ``<name>/pos``, ``quat``, ``linvel`` and ``offset`` from the tool."""
+    """Whether it is observed as ``<name>/pos``, ``quat``, ``linvel`` and ``offset`` (from the tool)."""
 
 
 @configclass
 class GoalCfg(Config):
-    """A place, marked for the eye."""
+    """A goal position with a visual marker."""
 
     shape: Literal["disc", "sphere", "box"] = "sphere"
-    """Shape of the mark."""
+    """Shape of the marker."""
     size: Annotated[float, Field(gt=0, le=_LARGEST)] = 0.02
-    """Radius, or half length, of the mark in metres."""
+    """Radius or half length of the marker, in metres."""
     color: Color | Rgba = (0.2, 0.7, 0.3, 0.6)
-    """Colour of the mark."""
+    """Colour of the marker."""
     pose: PoseRangeCfg = PoseRangeCfg(x=(0.5, 0.5))
-    """Where it is."""
+    """Pose of the goal."""
     min_distance: NotNegative = 0.0
-    """Least distance, in the plane, from the middle of everything placed before it (fixtures, objects, goals)."""
+    """Minimum distance in the plane from the centre of everything placed before it (fixtures, objects, goals)."""
     observe: bool = True
     """Whether it is observed as ``<name>/pos``."""
 
 
 @configclass
 class ViewCfg(Config):
-    """A camera of the scene, which ``env.render`` and ``env.observations.cameras`` know by its name."""
+    """A named camera of the scene, for ``env.render`` and ``env.observations.cameras``."""
 
     pos: tuple[Number, Number, Number]
-    """Where it is: in the world, or in the frame of ``body``."""
+    """Position in the world, or in the frame of ``body``."""
     lookat: tuple[Number, Number, Number]
-    """Point that it has in the middle of its image, in the same frame."""
+    """Point at the centre of the image, in the same frame."""
     fovy: Annotated[float, Field(gt=0, lt=180)] = 45.0
     """Vertical field of view in degrees."""
     body: str | None = None
-    """Body that carries it, such as ``robot/tool/gripper``; default: none, it stands still."""
+    """Body to which the camera is attached, such as ``robot/tool/gripper``; default: fixed in the world."""
 
     @model_validator(mode="after")
     def _check_direction(self) -> Self:
@@ -120,18 +120,18 @@ class ViewCfg(Config):
 
 @configclass
 class FixtureCfg(Config):
-    """Where a fixture stands, unless a reset tells."""
+    """Pose of a fixture."""
 
     pos: tuple[Number, Number, Number] = (0.7, 0.0, 0.0)
-    """Where the middle of its footprint is."""
+    """Position of the centre of its footprint, in metres."""
     yaw: Number = 0.0
-    """Its heading in radians; at 0 its front looks along -x."""
+    """Yaw in radians; at 0 its front faces -x."""
     pose: PoseRangeCfg | None = None
-    """Where it stands is drawn from here when an episode begins, instead of ``pos`` and ``yaw``."""
+    """Range from which its pose is sampled at reset, instead of ``pos`` and ``yaw``."""
     min_distance: NotNegative = 0.0
-    """Least distance, in the plane, from the middle of everything placed before it."""
+    """Minimum distance in the plane from the centre of everything placed before it."""
     observe: bool = True
-    """Whether it is observed as ``<name>/pos`` and so on, and its parts as ``<name>_<part>/joint`` and ``pos``."""
+    """Whether it is observed as ``<name>/pos`` and ``quat``, and its parts as ``<name>_<part>/joint`` and ``pos``."""
 
 
 @configclass
@@ -143,33 +143,33 @@ class HandleCfg(Config):
     radius: Positive = 0.009
     """Radius of the bar."""
     standoff: Positive = 0.05
-    """Distance of the bar's axis from the front."""
+    """Distance of the bar's axis from the front, in metres."""
 
 
 @configclass
 class DrawersCfg(FixtureCfg):
-    """A cabinet with drawers above each other, ``drawer_0`` at the bottom, that slide out towards -x."""
+    """A cabinet with stacked drawers, ``drawer_0`` at the bottom, that slide out towards -x."""
 
     kind: Literal["drawer"] = "drawer"
-    """Says that this is a cabinet with drawers."""
+    """Selects a cabinet with drawers."""
     drawers: Annotated[int, Field(ge=1, le=6)] = 3
-    """How many."""
+    """Number of drawers."""
     size: tuple[Positive, Positive, Positive] = (0.24, 0.32, 0.11)
-    """Depth and width of the cabinet, and height of one drawer."""
+    """Depth and width of the cabinet, and height of one drawer, in metres."""
     travel: Positive = 0.18
-    """How far a drawer comes out."""
+    """Travel of a drawer, in metres."""
     base: NotNegative = 0.04
-    """Height of the plinth below the lowest drawer."""
+    """Height of the plinth below the lowest drawer, in metres."""
     handle: HandleCfg = HandleCfg()
-    """The handles; they are horizontal."""
+    """The horizontal handles."""
     colors: tuple[Color, ...] = ()
-    """Colours of the handles, from the bottom; those that are not named are of metal."""
+    """Colours of the handles from bottom to top; the others look like metal."""
     mass: Positive = 0.6
     """Mass of one drawer in kg."""
     damping: NotNegative = 6.0
-    """Force per speed that brakes a drawer."""
+    """Damping of a drawer, in N s/m."""
     friction: NotNegative = 1.0
-    """Force in newtons below which a drawer does not move."""
+    """Friction of a drawer, in newtons."""
 
 
 @configclass
@@ -177,99 +177,99 @@ class DoorCfg(FixtureCfg):
     """A cabinet with a hinged door, ``door``, that opens towards -x."""
 
     kind: Literal["door"] = "door"
-    """Says that this is a cabinet with a door."""
+    """Selects a cabinet with a door."""
     size: tuple[Positive, Positive, Positive] = (0.22, 0.32, 0.36)
-    """Depth, width and height of the cabinet."""
+    """Depth, width and height of the cabinet, in metres."""
     base: NotNegative = 0.04
-    """Height of the plinth."""
+    """Height of the plinth, in metres."""
     hinge: Literal["left", "right"] = "left"
-    """Side of the hinges, as the robot sees it: left is +y."""
+    """Side of the hinges as seen from the robot: left is +y."""
     angle: Annotated[float, Field(gt=0, le=3.0)] = 1.8
-    """How far the door opens, in radians."""
+    """Maximum opening angle, in radians."""
     handle: HandleCfg = HandleCfg(length=0.12)
-    """The handle; it is vertical."""
+    """The vertical handle."""
     mass: Positive = 0.8
     """Mass of the door in kg."""
     damping: NotNegative = 0.4
-    """Torque per angular speed that brakes the door."""
+    """Damping of the hinge, in N m s/rad."""
     friction: NotNegative = 0.1
-    """Torque in newton metres below which the door does not move."""
+    """Friction of the hinge, in N m."""
 
 
 @configclass
 class ButtonsCfg(FixtureCfg):
-    """A console with push buttons in a row, ``button_0`` at the left, that are pressed down and spring back."""
+    """A console with a row of spring-loaded push buttons, ``button_0`` at the left."""
 
     kind: Literal["button"] = "button"
-    """Says that these are buttons."""
+    """Selects a console with buttons."""
     colors: Annotated[tuple[Color, ...], Field(min_length=1, max_length=8)] = ("red",)
     """Colours of the buttons, from left to right."""
     radius: Positive = 0.03
-    """Radius of a button."""
+    """Radius of a button, in metres."""
     spacing: Positive = 0.1
-    """Distance of two buttons."""
+    """Distance between two buttons, in metres."""
     height: Positive = 0.05
-    """Height of the console."""
+    """Height of the console, in metres."""
     travel: Positive = 0.016
-    """How far a button can be pressed."""
+    """Travel of a button, in metres."""
     stiffness: NotNegative = 400.0
-    """Force per travel of the spring."""
+    """Stiffness of the springs, in N/m."""
     damping: NotNegative = 12.0
-    """Force per speed that brakes a button."""
+    """Damping of a button, in N s/m."""
 
 
 @configclass
 class HoleCfg(FixtureCfg):
-    """A block with a square, vertical hole."""
+    """A block with a square vertical hole."""
 
     kind: Literal["hole"] = "hole"
-    """Says that this is a block with a hole."""
+    """Selects a block with a hole."""
     width: Positive = 0.03
-    """Width of the hole."""
+    """Width of the hole, in metres."""
     depth: Positive = 0.06
-    """Depth of the hole, which is the height of the block."""
+    """Depth of the hole and height of the block, in metres."""
     size: Positive = 0.12
-    """Width of the block."""
+    """Width of the block, in metres."""
     friction: NotNegative = 0.2
-    """Sliding friction of its walls."""
+    """Sliding friction of the walls."""
 
 
 @configclass
 class BinCfg(FixtureCfg):
-    """An open box to put things into."""
+    """An open box."""
 
     kind: Literal["bin"] = "bin"
-    """Says that this is a bin."""
+    """Selects a bin."""
     size: tuple[Positive, Positive, Positive] = (0.16, 0.16, 0.06)
-    """Length, width and height, outside."""
+    """Outer length, width and height, in metres."""
     wall: Positive = 0.008
-    """Thickness of its walls and its floor."""
+    """Thickness of walls and floor, in metres."""
     color: Color | None = None
-    """Colour of its walls; default: that of wood."""
+    """Colour of the walls; default: wood."""
 
 
 @configclass
 class PegCfg(Config):
-    """A round peg with rounded ends: a free object whose z axis is the peg's."""
+    """A round peg with rounded ends: a free object whose z axis is the axis of the peg."""
 
     kind: Literal["peg"] = "peg"
-    """Says that this is a peg."""
+    """Selects a peg."""
     radius: Positive = 0.012
     """Radius in metres."""
     length: Positive = 0.12
-    """Length from end to end."""
+    """Length from end to end, in metres."""
     mass: Positive = 0.08
     """Mass in kg."""
     color: Color = "yellow"
-    """Its colour."""
+    """Colour of the peg."""
     pos: tuple[Number, Number, Number] = (0.5, 0.0, 0.06)
-    """Where its middle is in the model."""
+    """Position of its centre in the model, in metres."""
     pose: PoseRangeCfg | None = None
-    """Where it starts is drawn from here when an episode begins: its middle, height of its lowest point, heading."""
+    """Range from which its initial pose is sampled: x and y of its centre, height of its lowest point, yaw."""
     min_distance: NotNegative = 0.0
-    """Least distance, in the plane, from the middle of everything placed before it."""
+    """Minimum distance in the plane from the centre of everything placed before it."""
     observe: bool = True
-    """Whether it is observed as ``<name>/pos`` and so on."""
+    """Whether it is observed as ``<name>/pos``, ``quat`` and ``offset`` (from the tool)."""
 
 
 Fixture: TypeAlias = DrawersCfg | DoorCfg | ButtonsCfg | HoleCfg | BinCfg | PegCfg
@@ -277,7 +277,7 @@ _KINDS: dict[str, Any] = {cfg.kind: cfg for cfg in (DrawersCfg, DoorCfg, Buttons
 
 
 def fixture_cfg(given: Any) -> Fixture | None:
-    """Return the config of a fixture, of the kind that a mapping names; ``None`` for ``null``."""
+    """Return the config of a fixture of the given ``kind``; ``None`` for ``null``."""
     if given is None or type(given) in _KINDS.values():
         return given
     kind = given.get("kind") if isinstance(given, Mapping) else None
@@ -288,26 +288,26 @@ def fixture_cfg(given: Any) -> Fixture | None:
 
 @configclass
 class SceneCfg(Config):
-    """What is in the scene beside the robot, by name; ``null`` leaves out a thing of the task's own config."""
+    """Contents of the scene by name, besides the robot; ``null`` removes an entry of the task's own config."""
 
     objects: dict[ThingName, ObjectCfg | None] = {}
-    """Things that lie on the table."""
-    fixtures: dict[ThingName, Annotated[Any, PlainValidator(fixture_cfg)]] = {}
-    """Things that stand fast, some with parts that move, such as ``{"kind": "drawer"}``: see above."""
+    """Objects on the table."""
+    fixtures: dict[ThingName, Annotated[Fixture | None, PlainValidator(fixture_cfg)]] = {}
+    """Fixtures, some of them with moving parts, such as ``{"kind": "drawer"}``: see above."""
     goals: dict[ThingName, GoalCfg | None] = {}
-    """Marked places."""
+    """Goal positions."""
     cameras: dict[ThingName, ViewCfg | None] = {}
-    """Further cameras; one of an existing name replaces it."""
+    """Further cameras; a camera of the same name is replaced."""
 
     @property
     def empty(self) -> bool:
-        """Whether it describes nothing."""
+        """Whether the scene has no entries."""
         return not (self.objects or self.fixtures or self.goals or self.cameras)
 
 
 Output = Literal["rgb", "depth", "segmentation"]
 OBSERVED_AS: dict[Output, str] = {"rgb": "image", "depth": "depth", "segmentation": "segmentation"}
-"""The group of observations in which an output of a camera is found, under the camera's name."""
+"""Group of observations that holds an output of a camera, under the camera's name."""
 Pixels = Annotated[int, Field(gt=0, le=8192)]
 Vector = tuple[float, float, float]
 
@@ -326,30 +326,30 @@ def _distinct(outputs: tuple[Output, ...]) -> tuple[Output, ...]:
 
 @configclass
 class CameraCfg(Config):
-    """One camera: either one of the model (``attach``) or one that stands at ``pos`` and looks at ``lookat``."""
+    """A camera: one of the model (``attach``), or a free one at ``pos`` that looks at ``lookat``."""
 
     name: Annotated[str, AfterValidator(_plain_name)] = MISSING
     """Name of the camera, without slashes; its images are observed as ``image/<name>``."""
     outputs: Annotated[tuple[Output, ...], Field(min_length=1), AfterValidator(_distinct)] = ("rgb",)
-    """What is observed: ``rgb`` (uint8 ``image/<name>`` ``[H, W, 3]``), ``depth`` (float32 metres along the view
-    direction, ``depth/<name>`` ``[H, W, 1]``), ``segmentation`` (int32 ids of bodies, ``segmentation/<name>``
-    ``[H, W, 1]``; ``env.segmentation_names`` has the name of each id)."""
+    """Observed outputs: ``rgb`` (uint8 ``image/<name>`` ``[H, W, 3]``), ``depth`` (float32 ``depth/<name>``
+    ``[H, W, 1]`` in metres along the view direction), ``segmentation`` (int32 body ids ``segmentation/<name>``
+    ``[H, W, 1]``; ``env.segmentation_names`` lists their names)."""
     width: Pixels = 96
     """Width of the image in pixels."""
     height: Pixels = 96
     """Height of the image in pixels."""
     attach: str | None = None
-    """Camera of the model to look through; without ``pos``, the one called ``name``."""
+    """Camera of the model to use; without ``pos``, the one called ``name``."""
     pos: Vector | None = None
-    """Where a free camera stands, in metres."""
+    """Position of a free camera, in metres."""
     lookat: Vector | None = None
-    """Point that a free camera has in the middle of its image."""
+    """Point at the centre of a free camera's image."""
     fovy: Annotated[float, Field(gt=0, lt=180)] | None = None
     """Vertical field of view in degrees; default: the camera's own."""
     near: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Least depth in metres: what is nearer has this depth."""
+    """Minimum depth in metres: anything nearer has this depth."""
     far: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    """Largest depth in metres: that of everything farther away, and of the background."""
+    """Maximum depth in metres, also of the background: anything farther has this depth."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

@@ -1,9 +1,9 @@
-"""Scenes by config: what ``env.scene`` describes is placed at resets, and measured by name.
+"""Places the objects, fixtures and goals of ``env.scene`` at reset, and measures them by name.
 
 An object ``cube`` is measured as ``cube_pos``, ``cube_quat``, ``cube_linvel`` and ``cube_angvel``; a fixture
-``cabinet`` as ``cabinet_pos`` and ``cabinet_quat``, its part ``drawer_0`` as ``cabinet_drawer_0_opening`` (its joint),
-``..._speed`` and, where it is taken hold of, ``cabinet_drawer_0_pos``; a goal ``target`` as ``target_pos``. Free
-objects move; everything else is a mocap body, which nothing moves and which every episode may put elsewhere.
+``cabinet`` as ``cabinet_pos`` and ``cabinet_quat``; its part ``drawer_0`` as ``cabinet_drawer_0_opening`` (its joint),
+``cabinet_drawer_0_speed`` and ``cabinet_drawer_0_pos`` (its grasp point); a goal ``target`` as ``target_pos``. Objects
+are free bodies unless fixed; everything else is a mocap body, which only a reset moves.
 """
 
 import math
@@ -25,13 +25,13 @@ from embodichain.envs.task import ResetState, Scene, draw_ranges
 from embodichain.errors import ConfigError
 
 TRIES = 24
-"""Places that are drawn for a thing with a ``min_distance``; the first that is far enough from the others is taken."""
-_TAKEN = ("robot", "object", "image", "depth", "segmentation", "instruction", "ee")  # in observations, and measured
+"""Candidate positions of a thing with a ``min_distance``; the first that is far enough from the others is used."""
+_TAKEN = ("robot", "object", "image", "depth", "segmentation", "instruction", "ee")  # reserved
 Thing: TypeAlias = ObjectCfg | GoalCfg | Any
 
 
 def things(cfg: SceneCfg) -> dict[str, Thing]:
-    """Return all that a scene places, by name, in the order in which it is placed: fixtures, objects, goals."""
+    """Return all things of a scene by name, in the order of placement: fixtures, objects, goals."""
     found: dict[str, Thing] = {}
     for section, entries in (("fixtures", cfg.fixtures), ("objects", cfg.objects), ("goals", cfg.goals)):
         for name, thing in entries.items():
@@ -44,24 +44,24 @@ def things(cfg: SceneCfg) -> dict[str, Thing]:
 
 
 def turned(cfg: ObjectCfg) -> list[float]:
-    """Return the unit quaternion of how an object is turned before its heading."""
+    """Return the orientation of an object before its yaw, as a unit quaternion."""
     norm = math.sqrt(sum(value * value for value in cfg.quat))
     return [value / norm for value in cfg.quat]
 
 
 def rest_height(model: mujoco.MjModel, body: str) -> float:
-    """Return how far a body's origin is above its lowest point, turned as the model has it."""
+    """Return the height of a body's origin above its lowest point, at its default orientation."""
     return _extent(model, body, 2, -1.0)
 
 
 def middle(model: mujoco.MjModel, body: str) -> tuple[float, float]:
-    """Return where the middle of a body is from its origin in x and y, turned as the model has it."""
+    """Return x and y of a body's centre relative to its origin, at its default orientation."""
     x, y = (0.5 * (_extent(model, body, axis, 1.0) - _extent(model, body, axis, -1.0)) for axis in (0, 1))
     return x, y
 
 
 def _extent(model: mujoco.MjModel, body: str, axis: int, sign: float) -> float:
-    """Return how far a body reaches from its origin along an axis of the world, or against it (``sign`` -1)."""
+    """Return the extent of a body from its origin along a world axis, or against it (``sign`` -1)."""
     number = model.body(body).id
     turn = np.empty(9)
     mujoco.mju_quat2Mat(turn, model.body_quat[number])
@@ -77,33 +77,33 @@ def _extent(model: mujoco.MjModel, body: str, axis: int, sign: float) -> float:
 
 @dataclass(frozen=True)
 class _Placed:
-    """How one thing is placed."""
+    """Placement of one thing."""
 
     name: str
     area: PoseRangeCfg
     rest: float
-    """Height of its origin above its lowest point."""
+    """Height of its origin above its lowest point, in metres."""
     quat: tuple[float, ...]
-    """How it is turned before its heading."""
+    """Orientation before its yaw."""
     min_distance: float
     middle: tuple[float, float]
-    """Where the middle of a mesh is from its origin, before its heading."""
+    """x and y of a mesh's centre relative to its origin, before its yaw."""
     qpos: int
-    """Where its free joint is in ``qpos``; -1 for a mocap body."""
+    """Address of its free joint in ``qpos``; -1 for a mocap body."""
 
     @property
     def tries(self) -> int:
-        """Places that are drawn for it."""
+        """Number of candidate positions."""
         return TRIES if self.min_distance > 0.0 else 1
 
     @property
     def ranges(self) -> list[tuple[float, float]]:
-        """Ranges of all numbers that are drawn for it: x and y of each try, height, heading."""
+        """Ranges of all numbers to sample: x and y of each candidate, height, yaw."""
         return [self.area.x, self.area.y] * self.tries + [self.area.z, self.area.yaw]
 
 
 class PlacedScene:
-    """The things of a ``SceneCfg`` in a compiled model: places them when episodes begin, and measures them."""
+    """The things of a ``SceneCfg`` in a compiled model: places them at reset and measures them."""
 
     def __init__(self, cfg: SceneCfg, physics: Physics) -> None:
         self._physics, self._cfg = physics, cfg
@@ -114,7 +114,7 @@ class PlacedScene:
             for name, thing in found.items()
             if getattr(thing, "observe", True)
         }
-        """Names of what is observed, and whether it moves by itself."""
+        """Names of observed things, and whether their velocity is observed."""
         self._placed = [_place(model, name, thing) for name, thing in found.items() if _area(thing) is not None]
         places = [model.body(name).pos[:2].tolist() for name, thing in found.items() if _area(thing) is None]
         self._still = [torch.tensor([at], dtype=torch.float64, device=physics.device) for at in places]
@@ -131,11 +131,11 @@ class PlacedScene:
         }
         clashes = [name for name in self._parts if name in found]
         if clashes:
-            told = "a part of a fixture has this name; choose another"
-            raise ConfigError([f"env.scene: {name}: {told}" for name in clashes])
+            problem = "a part of a fixture has this name; choose another"
+            raise ConfigError([f"env.scene: {name}: {problem}" for name in clashes])
 
     def sample(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
-        """Draw where everything is in the next episodes, and write it into their reset states."""
+        """Sample the poses of everything for the next episodes, and write them into the reset states."""
         if not self._placed:
             return
         drawn = draw_ranges(self._ranges, env_ids, streams)
@@ -156,7 +156,7 @@ class PlacedScene:
                 start.poses[placed.name] = pose
 
     def read(self, snapshot: Tensor, env_ids: Tensor | None = None) -> Scene:
-        """Measure everything; ``snapshot`` ``[n, nq + nv]`` are the positions and velocities of ``env_ids``."""
+        """Measure everything; ``snapshot`` ``[n, nq + nv]`` holds the positions and velocities of ``env_ids``."""
         scene: Scene = {}
         for name, (first, motion) in self._free.items():
             last = self._nq + motion + 6
@@ -178,7 +178,7 @@ class PlacedScene:
         return scene
 
     def observe(self, scene: Scene) -> dict[str, Any]:
-        """Return the observation of everything that is observed, by name."""
+        """Return the observations of all observed things, by name."""
         obs: dict[str, Any] = {}
         for name, moves in self.observed.items():
             entry = obs[name] = {"pos": scene[f"{name}_pos"]}
@@ -197,7 +197,7 @@ class PlacedScene:
 
 
 def _area(thing: Thing) -> PoseRangeCfg | None:
-    """Return where a thing starts, if that is drawn."""
+    """Return the range of a thing's initial pose, if it is sampled."""
     return getattr(thing, "pose", None)
 
 
@@ -211,7 +211,7 @@ def _place(model: mujoco.MjModel, name: str, thing: Thing) -> _Placed:
 
 
 def _address(model: mujoco.MjModel, body: str) -> tuple[int, int]:
-    """Return where a body's free joint is in ``qpos`` and in ``qvel``; -1 if it has none."""
+    """Return the addresses of a body's free joint in ``qpos`` and ``qvel``; -1 if it has none."""
     first = int(model.body(body).jntadr[0])
     if first < 0 or int(model.jnt_type[first]) != int(mujoco.mjtJoint.mjJNT_FREE):
         return -1, -1
@@ -219,9 +219,9 @@ def _address(model: mujoco.MjModel, body: str) -> tuple[int, int]:
 
 
 def _first_free(spots: Tensor, taken: list[Tensor], distance: float) -> Tensor:
-    """Return the first of several spots ``[n, tries, 2]`` that is far enough from all that are taken, ``[n, 2]`` each.
+    """Return the first candidate of ``spots`` ``[n, tries, 2]`` at least ``distance`` from all ``taken`` ``[n, 2]``.
 
-    Where none is, the one that is farthest. Shapes do not depend on values.
+    If there is none, return the farthest one. Shapes do not depend on values.
     """
     if not taken:
         return spots[:, 0]
@@ -233,7 +233,7 @@ def _first_free(spots: Tensor, taken: list[Tensor], distance: float) -> Tensor:
 
 
 def about_vertical(yaw: Tensor, quat: Tensor) -> Tensor:
-    """Turn orientations ``[n or 1, 4]`` about the vertical by angles ``[n]``."""
+    """Rotate orientations ``[n or 1, 4]`` about the vertical by angles ``[n]``."""
     half = 0.5 * yaw
     c, s = torch.cos(half), torch.sin(half)
     w, x, y, z = quat.unbind(1)

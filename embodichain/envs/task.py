@@ -1,4 +1,4 @@
-"""What a task adds to a simulated robot. Tasks are written once, in torch, and run on every physics backend."""
+"""The interface of a task: reset, observation, reward, success, expert. Tasks are in torch and run on any backend."""
 
 import pkgutil
 from abc import ABC, abstractmethod
@@ -18,17 +18,32 @@ from embodichain.envs.env_cfg import CameraCfg, GymCfg, PoseRangeCfg
 from embodichain.envs.physics import Images, Load, Physics, Quality
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, UnknownNameError, nearest
 
 Scene = dict[str, Tensor]
-"""Named quantities of the present state, float32 ``[n, ...]``: what all of a task's formulas are written on."""
+"""Named quantities of the current state, float32 ``[n, ...]``; rewards and observations are computed from them."""
+
+
+class UnknownQuantityError(UnknownNameError, KeyError):
+    """A quantity that the task does not measure was requested; the message lists the measured ones."""
+
+    __str__ = Exception.__str__  # a KeyError shows the repr of its message
+
+
+class Measurements(dict[str, Tensor]):
+    """A scene whose missing keys raise an error that lists the measured quantities."""
+
+    def __missing__(self, name: str) -> Tensor:
+        problem = f"scene[{name!r}]: nothing of that name is measured.{nearest(str(name), self)}"
+        hint = "is_held(scene, 'cube', width) of embodichain.envs.terms tells whether the fingers hold a thing"
+        raise UnknownQuantityError(f"{problem} A task measures more in its method read; {hint}")
 
 
 @dataclass
 class ResetState:
-    """The state in which episodes begin: positions, velocities, and the task's own variables such as the goal.
+    """The state in which episodes start: positions, velocities, and task variables such as the goal.
 
-    ``poses`` place mocap bodies ``[n, 7]``: fixtures, which stand elsewhere in every episode, and which nothing moves.
+    ``poses`` are the poses ``[n, 7]`` of mocap bodies: fixtures, which are placed anew in every episode.
     """
 
     qpos: Tensor
@@ -41,31 +56,31 @@ Start = ResetState  # former name
 
 
 class PlacedThings(Protocol):
-    """What ``env.scene`` describes, in a compiled model."""
+    """The objects, fixtures and goals of ``env.scene`` in a compiled model."""
 
     def sample(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
-        """Draw where everything is in the next episodes, and write it into their reset states."""
+        """Sample the poses of everything for the next episodes, and write them into the reset states."""
 
     def read(self, snapshot: Tensor, env_ids: Tensor | None = None) -> Scene:
-        """Measure everything; ``snapshot`` ``[n, nq + nv]`` are the positions and velocities of ``env_ids``."""
+        """Measure everything; ``snapshot`` ``[n, nq + nv]`` holds the positions and velocities of ``env_ids``."""
 
     def observe(self, scene: Scene) -> dict[str, Any]:
-        """Return the observation of everything that is observed, by name."""
+        """Return the observations of all observed things, by name."""
 
 
 class ModelCameras(Protocol):
-    """The cameras of a model, rendered env by env on this machine; a backend may have its own for all envs at once."""
+    """The cameras of a model, rendered env by env on the host; a backend may render all envs at once instead."""
 
     @property
     def cfgs(self) -> Mapping[str, CameraCfg]:
-        """Those that observe, by name."""
+        """Cameras that are part of the observation, by name."""
 
     @property
     def segmentation_names(self) -> tuple[str, ...]:
-        """The name of each id of a segmentation: the background, and then the bodies in the model's order."""
+        """The name of each segmentation id: the background, then the bodies in model order."""
 
     def bounds(self) -> dict[tuple[str, ...], tuple[float, float]]:
-        """Return the least and the largest value of all that is observed, by group and by the camera's name."""
+        """Return the minimum and maximum of every camera observation, by ``(group, camera)``."""
 
     def render(
         self, load: Load, env_ids: Sequence[int], camera: str | None, size: tuple[int, int] | None, quality: Quality
@@ -73,52 +88,52 @@ class ModelCameras(Protocol):
         """Return uint8 images ``[len(env_ids), H, W, 3]``; ``size`` (height, width) defaults to the camera's own."""
 
     def observe(self, load: Load, env_ids: Sequence[int]) -> Images:
-        """Return what the cameras that observe see of these envs."""
+        """Return the camera observations of these envs."""
 
     def close(self) -> None:
-        """Free what they hold; calling it twice is fine."""
+        """Release renderers; may be called more than once."""
 
 
 class Builder(Protocol):
-    """Builds what tasks act in: :attr:`Task.builder` names one."""
+    """Builds the model of a task and finds its parts; see :attr:`Task.builder`."""
 
     def build_model(self, task: type["Task"], cfg: GymCfg) -> mujoco.MjModel:
         """Compile the model of a task."""
 
     def find_robot(self, cfg: GymCfg, physics: Physics) -> Robot:
-        """Return the robot in a model that was built of this config."""
+        """Return the robot in a model built from this config."""
 
     def place_scene(self, cfg: GymCfg, physics: Physics) -> PlacedThings:
-        """Return the things of ``env.scene`` in such a model."""
+        """Return the things of ``env.scene`` in a model built from this config."""
 
     def open_cameras(self, cfg: GymCfg, model: mujoco.MjModel, varied: bool) -> ModelCameras:
-        """Return the cameras of a model; ``varied``: envs look different, and a ``load`` writes to the data's model."""
+        """Return the cameras of a model; ``varied``: envs look different, and ``load`` changes the renderer's model."""
 
 
 class Task(ABC):
-    """One task: how episodes begin, what is observed and rewarded, when it is solved, and perhaps an expert."""
+    """A task: reset states, observations, rewards, success, and optionally an expert."""
 
     builder: ClassVar[str] = "embodichain.envs.construction:SceneBuilder"
-    """Entry point of what builds the task's model and finds robot and things in it: imported when it is built."""
+    """Entry point of the ``Builder``, imported when a model is built."""
     scene_file: ClassVar[str]
-    """MJCF file of the scene: beside the module of the task, in the package's ``assets``, or an absolute path."""
+    """MJCF file of the scene: next to the task's module, in the package's ``assets``, or an absolute path."""
     reward_weights: ClassVar[dict[str, float]]
-    """The dense reward's terms and their default weights."""
+    """Terms of the dense reward and their default weights."""
     object_body: ClassVar[str | None] = None
     """Body whose friction and mass can be randomised."""
     camera: str | None = "side"
-    """The default camera of ``render``; ``None``: a view of the whole model."""
+    """Default camera of ``render``; ``None`` is a view of the whole model."""
     outputs: ClassVar[tuple[str, ...]] = ()
-    """Fields of ``MjData`` that the task reads from ``physics.outputs``."""
+    """Fields of ``MjData`` that the task reads through ``physics.outputs``."""
     observes_afresh: ClassVar[bool] = False
-    """Whether ``observe`` returns memory that nobody else has, so that a single vector is not copied again."""
+    """Whether ``observe`` returns newly allocated tensors, so that a single vector need not be copied."""
     understands_language: ClassVar[bool] = False
-    """Whether ``env.language`` means something to the task."""
+    """Whether the task supports ``env.language``."""
     understands_commands: ClassVar[bool] = False
-    """Whether ``env.command`` means something to the task."""
+    """Whether the task supports ``env.command``."""
 
     robot: Robot
-    """The robot, of a task that has one."""
+    """The robot, if the task has one."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
         if cfg.env.language is not None and not self.understands_language:
@@ -134,9 +149,9 @@ class Task(ABC):
         if robot is None and not cfg.env.scene.empty:
             raise ConfigError(f"env.scene: {cfg.id} has a scene of its own, which a config cannot add to; leave it out")
         self.placed = None if cfg.env.scene.empty else self._builder().place_scene(cfg, physics)
-        """What ``env.scene`` describes, if anything: places and measures it."""
+        """The things of ``env.scene``, if there are any."""
         self.variables: dict[str, Tensor] = {}
-        """Per-env values ``[num_envs, ...]`` that are drawn at reset and saved with the state."""
+        """Per-env values ``[num_envs, ...]`` that are sampled at reset and saved with the state."""
 
     @property
     def substeps(self) -> int:
@@ -150,7 +165,7 @@ class Task(ABC):
 
     @classmethod
     def understands(cls, kwargs: Mapping[str, Any]) -> bool:
-        """Tell whether the task takes these arguments of an environment of Gymnasium that it stands for."""
+        """Return whether the task supports these keyword arguments of the Gymnasium environment that it replaces."""
         return not kwargs
 
     @classmethod
@@ -160,11 +175,11 @@ class Task(ABC):
 
     @classmethod
     def make_robot(cls, cfg: GymCfg, physics: Physics) -> Robot | None:
-        """Return the robot in the model, or ``None`` for a task that drives all motors of its model by itself."""
+        """Return the robot in the model, or ``None`` if the actions drive all motors of the model."""
         return cls._builder().find_robot(cfg, physics)
 
     def open_cameras(self, varied: bool) -> ModelCameras:
-        """Return the cameras of the model; ``varied``: looks differ from env to env."""
+        """Return the cameras of the model; ``varied``: the visual appearance differs between envs."""
         return self._builder().open_cameras(self.cfg, self.physics.model, varied)
 
     @classmethod
@@ -174,45 +189,45 @@ class Task(ABC):
 
     @abstractmethod
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        """Draw how one episode begins in each of ``env_ids``, from the streams alone: reset states are drawn ahead."""
+        """Sample a reset state for each of ``env_ids``, from ``streams`` only: they are sampled ahead of time."""
 
     @abstractmethod
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        """Measure the present state of ``env_ids`` (default: all), from the state itself."""
+        """Measure the current state of ``env_ids`` (default: all)."""
 
     @abstractmethod
     def observe(self, scene: Scene) -> dict[str, Any]:
-        """Return the nested observation, float32."""
+        """Return the observation as a nested dict of float32 tensors ``[n, ...]``."""
 
-    def before_step(self) -> None:  # noqa: B027 - most rewards are of the state reached alone
-        """Remember what the state reached is compared with; called before every step."""
+    def before_step(self) -> None:  # noqa: B027 - most rewards depend on the new state only
+        """Store quantities that the new state is compared with; called before every step."""
 
-    def take_action(self, action: Tensor) -> None:  # noqa: B027 - most tasks need no memory of actions
-        """Keep what later steps need of an action ``[num_envs, action_dim]``; called before every step."""
+    def take_action(self, action: Tensor) -> None:  # noqa: B027 - most tasks do not depend on past actions
+        """Store what later steps need of an action ``[num_envs, action_dim]``; called before every step."""
 
     @abstractmethod
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        """Return the unweighted terms named in ``reward_weights``; ``scene["success"]`` is 1 where it is solved."""
+        """Return the unweighted terms of ``reward_weights``; ``scene["success"]`` is 1 where the task is solved."""
 
     @abstractmethod
     def success(self, scene: Scene) -> Tensor | None:
-        """Return where the task is solved, bool ``[n]``, or ``None`` if it has no end to reach."""
+        """Return where the task is solved, bool ``[n]``, or ``None`` if it has no success condition."""
 
     def failed(self, scene: Scene) -> Tensor | None:
-        """Return where an episode has to end without success, bool ``[n]``, or ``None`` if that cannot happen."""
+        """Return where the episode terminates in failure, bool ``[n]``, or ``None`` if the task cannot fail."""
         return None
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
-        """Return measures worth logging, ``[n]`` each; the environment adds ``success`` and ``diverged``."""
+        """Return metrics to log, ``[n]`` each; the environment adds ``success`` and ``diverged``."""
         return {}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Return what a scripted expert does in this state, ``[n, action_dim]``, of a task that has one."""
+        """Return the scripted expert's action for this state, ``[n, action_dim]``."""
         raise ConfigError(f"{self.cfg.id} has no expert: write expert_action in its class, or use a trained policy")
 
     @classmethod
     def has_expert(cls) -> bool:
-        """Tell whether the task defines ``expert_action``."""
+        """Return whether the task defines ``expert_action``."""
         return cls.expert_action is not Task.expert_action
 
     def markers(self) -> dict[str, Tensor]:
@@ -220,7 +235,7 @@ class Task(ABC):
         return {}
 
     def start_robot(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        """Return the model's own pose with the robot at ``init_qpos``, randomised as configured, and a placed scene."""
+        """Return the default state with the robot at ``init_qpos``, randomised as configured, and the scene placed."""
         count, joints = env_ids.numel(), self.robot.num_joints
         qpos = self._home.repeat(count, 1)
         qvel = qpos.new_zeros(count, int(self.physics.model.nv))
@@ -236,7 +251,7 @@ class Task(ABC):
 
 
 def add_columns(rows: Tensor, robot: slice | Tensor, columns: slice | Tensor, values: Tensor) -> None:
-    """Add values ``[n, k]`` to some columns of those of a robot, in place."""
+    """Add values ``[n, k]`` in place to ``columns`` of the robot's part of ``rows``."""
     if isinstance(robot, slice) and isinstance(columns, slice):
         rows[:, robot][:, columns].add_(values)
     else:
@@ -245,20 +260,20 @@ def add_columns(rows: Tensor, robot: slice | Tensor, columns: slice | Tensor, va
 
 
 def draw_poses(areas: Sequence[PoseRangeCfg], env_ids: Tensor, streams: RandomStreams) -> tuple[Tensor, ...]:
-    """Draw x, y, z and yaw ``[n, 4]`` from each of several boxes at once."""
+    """Sample x, y, z and yaw ``[n, 4]`` from each pose range in a single draw."""
     ranges = [r for area in areas for r in (area.x, area.y, area.z, area.yaw)]
     return draw_ranges(ranges, env_ids, streams).split(4, dim=1)
 
 
 def draw_ranges(ranges: Sequence[tuple[float, float]], env_ids: Tensor, streams: RandomStreams) -> Tensor:
-    """Draw one number from each of several ranges, ``[n, len(ranges)]``; ranges may follow a curriculum."""
+    """Sample one number from each range, ``[n, len(ranges)]``; ranges may follow a curriculum."""
     return streams.uniform(env_ids, len(ranges), *present_bounds(ranges, env_ids, streams))
 
 
 def present_bounds(
     ranges: Sequence[tuple[float, float]], env_ids: Tensor, streams: RandomStreams
 ) -> tuple[Tensor, Tensor]:
-    """Return where several ranges begin and end in these envs, ``[1 or n, len(ranges)]`` each."""
+    """Return the current lower and upper bounds of the ranges in these envs, ``[1 or n, len(ranges)]`` each."""
     low, high = _bounds(tuple(tuple(bounds) for bounds in ranges), env_ids.device)
     if streams.curricula is None or not any(isinstance(bounds, MovingRange) for bounds in ranges):
         return low.unsqueeze(0), high.unsqueeze(0)
@@ -270,6 +285,6 @@ def present_bounds(
 
 @lru_cache(maxsize=64)
 def _bounds(ranges: tuple[tuple[float, float], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return lower and upper bounds on a device, where they stay: a copy from the host would wait for it."""
+    """Return lower and upper bounds on a device, cached because a copy from the host would synchronise."""
     bounds = torch.tensor(ranges, dtype=torch.float64, device=device)
     return bounds[:, 0], bounds[:, 1]

@@ -19,15 +19,15 @@ from embodichain.envs.physics import VISUAL, Images, Load, Physics, Quality
 from embodichain.envs.random import RandomStreams, channel
 from embodichain.envs.randomization import DomainRandomization, Draw, World
 from embodichain.envs.resets import Drawn, EnvState, Resets, check_state
-from embodichain.envs.task import Scene, Task
+from embodichain.envs.task import Measurements, Scene, Task
 from embodichain.envs.terms import LAST_ACTION, ObservationTerms, RewardTerms
 from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, VecEnv
-from embodichain.errors import ConfigError, nearest
+from embodichain.errors import ConfigError, EnvContractError, nearest
 from embodichain.utils.cuda_graphs import GraphedStep, StepParts, copy_together
 
 _SECTIONS = ("events", "observations")
-"""Sections of ``env`` whose ranges are drawn from by whom they are for, not by the task."""
-_DEFAULT_EPISODE = 100  # steps, where neither the config nor the task says how long an episode is
+"""Sections of ``env`` whose own code samples their ranges; the task samples those of all others."""
+_DEFAULT_EPISODE = 100  # steps, if neither the config nor the task defines a limit
 
 
 class TaskEnv(VecEnv):
@@ -49,17 +49,17 @@ class TaskEnv(VecEnv):
         self.action_space = self.action_manager.space
         self._scoring = Scoring(cfg, self.task, self.num_envs, self.max_episode_steps)
         self._terms = ObservationTerms(cfg.env.observations.terms, self.task)
-        self._remembers = self._terms.needs_last_action or self._scoring.terms.needs_last_action
+        self._uses_last_action = self._terms.needs_last_action or self._scoring.terms.needs_last_action
         self.seed = secrets.randbits(61) if cfg.seed is None else cfg.seed
         self._streams = RandomStreams(self.num_envs, self.device, self.seed)
         self._step = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
         self._all = torch.arange(self.num_envs, device=self.device)
         self._one = torch.ones((), dtype=torch.int64, device=self.device)
         self.on_step: Callable[[Tensor], None] | None = None
-        """Called after every step with its reward ``[num_envs]``; it may look at everything, and change nothing."""
-        self._shown: Tensor | None = None
-        """Which envs ``[num_envs]`` need images in the next observation; ``None``: all."""
-        noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731 - of the present steps
+        """Called after every step with the reward ``[num_envs]``; it must not modify anything."""
+        self._image_mask: Tensor | None = None
+        """Bool ``[num_envs]``: envs that need images in the next observation; ``None`` means all."""
+        noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731
         errors = channel("observations", self.device)
         draw = lambda ids: Draw(self._streams, ids, errors, self._step[ids])  # noqa: E731
         self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, noise, draw)
@@ -67,14 +67,14 @@ class TaskEnv(VecEnv):
         self._curricula = self._streams.curricula = Curricula(self.num_envs, self.device, cfg.env.curricula == "final")
         self._events = self._make_events(task_class.object_body)
         self._varied = [name for name in self._events.state() if name in VISUAL]
-        """Fields of the model in which the looks of envs differ."""
+        """Fields of the model that change the visual appearance per env."""
         self._cameras = self.task.open_cameras(bool(self._varied))
         self._render_all = physics.open_cameras(cfg.env.observations.cameras)
         events = self._events.variables()
         self._state = EnvState(
             physics, self._streams, self._step, self.task.variables, self._events, self._curricula, events
         )
-        kept = {LAST_ACTION: self.action_manager.action_dim} if self._remembers else {}
+        kept = {LAST_ACTION: self.action_manager.action_dim} if self._uses_last_action else {}
         self._resets = Resets(self.task, self._state, lambda ids: self._build(self.task.read(ids), ids), kept)
         self._resets.begin(self._all)
         self._scene: Scene | None = None
@@ -82,8 +82,8 @@ class TaskEnv(VecEnv):
         self._packed: PackedObservation
         self._obs: TensorDict
         self._before: PackedObservation | None = None
-        """On a GPU: a copy of the current observation in memory that a recorded step can read."""
-        self._show(self._build(self._measurements(), self._all))
+        """On a GPU: a copy of the current observation at a fixed address, which a captured CUDA graph can read."""
+        self._set_observation(self._build(self._measurements(), self._all))
         self._add_sensors()
         self._curricula.check(self.task.success(self._measurements()) is not None)
         self.observation_space: gym.spaces.Dict = observation_space(self._obs, self._cameras.bounds())
@@ -91,15 +91,15 @@ class TaskEnv(VecEnv):
         self._graphed: GraphedStep | None = None
         if self._masked and not self._renders_on_host:
             parts = StepParts(self._act, self._simulate, self._draw_resets, self._conclude)
-            self._graphed, self._before = GraphedStep(parts, self._keep_recorded), self._packed.copy()
+            self._graphed, self._before = GraphedStep(parts, self._restore_captured), self._packed.copy()
 
     def _make_events(self, object_body: str | None) -> DomainRandomization:
-        """Return the events of the config, and let all of its ranges follow their curricula."""
+        """Return the events of the config, and register all of its ranges with the curricula."""
         env, physics = self.cfg.env, self.physics
         seconds = float(physics.model.opt.timestep) * self.task.substeps
         world = World(physics, self.robot, seconds, self.action_manager.action_dim, "env.events", object_body)
         events = DomainRandomization(env.events, world, self._curricula)
-        poses = env.events.replace(randomize_friction=None, randomize_mass=None, terms={})  # those are events
+        poses = env.events.replace(randomize_friction=None, randomize_mass=None, terms={})  # events
         self._curricula.add({f: getattr(env, f) for f in env.__dataclass_fields__ if f not in _SECTIONS}, "", "env")
         self._curricula.add(poses, "", "env.events")
         self._curricula.add(env.observations, "observations", "env.observations", used=True)
@@ -107,18 +107,19 @@ class TaskEnv(VecEnv):
         return events
 
     def _check_terms(self) -> None:
-        """Let the terms of the config read the first state, as what they name must be there."""
-        scene, solved = dict(self._measurements()), self.task.success(self._measurements())
+        """Evaluate the task and the terms of the config on the first state, so that mistakes raise an error now."""
+        solved, task = self.task.success(Measurements(self._measurements())), type(self.task).__name__
+        _check_flags(f"{task}.success", solved, self.num_envs)
         action = torch.zeros(self.num_envs, self.action_manager.action_dim, device=self.device)
-        if self._remembers:
-            scene[LAST_ACTION] = action
-        self._terms.check(scene)
-        if solved is not None:
-            scene["success"] = solved.float()
+        last = {LAST_ACTION: action} if self._uses_last_action else {}
+        self._terms.check({**self._measurements(), **last})
+        added = last if solved is None else {**last, "success": solved.float()}  # by a step, before it is scored
+        scene = {**self._measurements(), **added}
+        _check_flags(f"{task}.failed", self.task.failed(Measurements(scene)), self.num_envs)
         self._scoring.terms.check(scene, action)
 
     def _add_sensors(self) -> None:
-        """Let observations have the errors that last for an episode, and begin the first one again with them."""
+        """Add bias and delay to the observations, and reset again so that the first episode has them."""
         world = World(self.physics, self.robot, 0.0, self.action_manager.action_dim, "env.observations")
         sensors = self._observations.make_sensors(world, self._step, self._packed)
         if sensors is None:
@@ -128,7 +129,7 @@ class TaskEnv(VecEnv):
         self._streams.seed(self._all, self.seed)
         self._resets.begin(self._all)
         self._scene = None
-        self._show(self._build(self._measurements(), self._all))
+        self._set_observation(self._build(self._measurements(), self._all))
 
     @property
     def name(self) -> str:
@@ -136,12 +137,12 @@ class TaskEnv(VecEnv):
 
     @property
     def episode_steps(self) -> Tensor:
-        """Steps that the episode of each env has had, live, ``[num_envs]``."""
+        """Steps taken in the current episode of each env, live, int64 ``[num_envs]``."""
         return self._step
 
     @property
     def segmentation_names(self) -> tuple[str, ...]:
-        """The name of each id in the observations ``segmentation/<camera>``: the background, then all bodies."""
+        """The name of each id in ``segmentation/<camera>`` observations: the background, then all bodies."""
         return self._cameras.segmentation_names
 
     @property
@@ -161,7 +162,7 @@ class TaskEnv(VecEnv):
         return result
 
     def _act(self, applied: Tensor) -> None:
-        """Write the motor commands of an action."""
+        """Write the motor commands for an action."""
         self.task.before_step()
         self.task.take_action(applied)
         if self._events.active:
@@ -170,7 +171,7 @@ class TaskEnv(VecEnv):
         self.physics.ctrl.copy_(self._control(applied))
 
     def _control(self, action: Tensor) -> Tensor:
-        """Return motor commands for an action, ``[num_envs, nu]``."""
+        """Return the motor commands ``[num_envs, nu]`` for an action."""
         qpos, calibration = self.physics.qpos, self._events.calibration
         if self.robot is not None:
             qpos = qpos[:, self._joints]
@@ -182,19 +183,19 @@ class TaskEnv(VecEnv):
         self.physics.step(self.task.substeps)
 
     def _draw_resets(self) -> Drawn | None:
-        """On a GPU: draw the reset states that may be needed, which waits neither for the action nor the physics."""
+        """On a GPU: sample reset states for all envs ahead, independently of the action and the physics."""
         return self._resets.draw() if self._masked else None
 
     def _conclude(self, applied: Tensor, drawn: Drawn | None) -> StepResult:
-        """Measure and score the state reached, observe it, and reset the envs that are done."""
+        """Measure, score and observe the state reached, and reset the envs that are done."""
         before = self._packed if self._before is None else self._before
         scene = self._measure()
         diverged = self.physics.diverged
         outcome = self._score(scene, applied)
         packed = self._build(scene, self._all)
-        if diverged is not None:  # where nothing was reached, what was seen last
+        if diverged is not None:  # keep the last observation
             packed = before.where(diverged & before.is_finite(), packed)
-        final = self._show(packed)
+        final = self._set_observation(packed)
         done = outcome.terminated | outcome.truncated
         obs = self._reset_done(done, drawn)
         info = {
@@ -206,29 +207,29 @@ class TaskEnv(VecEnv):
         return obs, outcome.reward, outcome.terminated, outcome.truncated, info
 
     def _measure(self) -> Scene:
-        """Complete the physics step and return the measurements of the state reached."""
+        """Complete the physics step and return the measurements of the new state."""
         self.physics.settle()
         self._step.add_(self._one)
         self._scene = scene = self.task.read()
         return scene
 
     def _score(self, scene: Scene, applied: Tensor) -> StepOutcome:
-        """Score the state reached by an action, which is the last one from then on."""
-        last = self.task.variables[LAST_ACTION] if self._remembers else None
+        """Score the new state and store the action as the last one."""
+        last = self.task.variables[LAST_ACTION] if self._uses_last_action else None
         if last is not None:
             scene[LAST_ACTION] = last
         outcome = self._scoring.score(scene, applied, self._step, self.physics.diverged)
         if last is not None:
             last.copy_(applied)
         if self._curricula.active:
-            self._curricula.note(outcome.terminated | outcome.truncated, outcome.metrics.get("success"))
+            self._curricula.record(outcome.terminated | outcome.truncated, outcome.metrics.get("success"))
             outcome.metrics.update(self._curricula.metrics())
         return outcome
 
     def _reset_done(self, done: Tensor, drawn: Drawn | None = None) -> TensorDict:
-        """Begin the next episode where ``done`` ``[num_envs]`` holds, and return the observation of all envs."""
+        """Start the next episode where ``done`` ``[num_envs]`` is set, and return the observation of all envs."""
         obs = self._begin_done(done, drawn)
-        if self._curricula.active:  # afterwards: what begins now may have been drawn while the last episode ran
+        if self._curricula.active:  # afterwards, as these reset states may have been sampled during the last episode
             self._curricula.begin(done)
         return obs
 
@@ -236,41 +237,41 @@ class TaskEnv(VecEnv):
         if not self._masked:
             ids = done.nonzero().view(-1)
             if ids.numel():
-                self._show(self._packed.with_rows(self._resets.begin_drawn(ids), ids))
+                self._set_observation(self._packed.with_rows(self._resets.begin_drawn(ids), ids))
                 self._scene = None
             return self._obs
         if self._renders_on_host and not bool(done.any()):
-            return self._obs  # to find that out is faster than to render all images again
+            return self._obs  # this check is faster than rendering all images again
         self._resets.begin_where(done, drawn or self._resets.draw())
         self._scene = None
-        self._shown = None if self._observations.remembers else done  # the others are shown already
+        self._image_mask = None if self._observations.needs_every_step else done  # the other images are up to date
         packed = self._build(self._measurements(), self._all)
-        self._shown = None
-        return self._show(packed.where(done, self._packed) if self._cameras.cfgs else packed)
+        self._image_mask = None
+        return self._set_observation(packed.where(done, self._packed) if self._cameras.cfgs else packed)
 
-    # The three parts of ``DefersResets``: a step in pieces, for action chunks.
+    # The three parts of ``DefersResets``: a step in pieces, used for action chunks.
 
     def advance(self, action: Action) -> StepOutcome:
         applied = self.action_manager.unwrap(action, self._step)
         self._act(applied)
         self._simulate()
         scene = self._measure()
-        if self._observations.remembers:
-            self._build(scene, self._all)
         outcome = self._score(scene, applied)
+        if self._observations.needs_every_step:
+            self._build(scene, self._all)
         if self.on_step is not None:
             self.on_step(outcome.reward)
         return outcome
 
     def observe(self, mask: Tensor) -> TensorDict:
         diverged = self.physics.diverged
-        if diverged is not None:  # what was seen last stays
+        if diverged is not None:  # keep the last observation
             mask = mask & ~(diverged & self._packed.is_finite())
         ids = torch.nonzero(mask).reshape(-1)
         if ids.numel():
             scene = self._measurements()
             rows = scene if ids.numel() == self.num_envs else {name: value[ids] for name, value in scene.items()}
-            self._show(self._packed.with_rows(self._build(rows, ids), ids))
+            self._set_observation(self._packed.with_rows(self._build(rows, ids), ids))
         return self._obs
 
     def reset_done(self, done: Tensor) -> tuple[TensorDict, Tensor]:
@@ -317,18 +318,18 @@ class TaskEnv(VecEnv):
         self.physics.close()
 
     def expert_action(self) -> Tensor:
-        actions: Any = self.action_manager  # of a robot, where there is an expert
+        actions: Any = self.action_manager  # a RobotActionManager, if there is an expert
         actions.segment = None
         return self.task.expert_action(self._measurements(), actions)
 
     def expert_segment(self) -> Tensor:
-        """Return what the expert's last action is part of: numbers of ``SEGMENTS``, int64 ``[num_envs]``."""
+        """Return the segment of the last expert action, int64 indices into ``SEGMENTS`` ``[num_envs]``."""
         actions: Any = self.action_manager
         marked: Tensor | None = actions.segment
         return torch.zeros(self.num_envs, dtype=torch.int64, device=self.device) if marked is None else marked
 
     def create_demo_action_list(self) -> list[Tensor]:
-        """Return the expert's actions from the present state until every env has ended once; the state is kept."""
+        """Return the expert's actions from the current state until every env has been done once; the state is kept."""
         state, actions = self.get_state(), []
         running = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         while bool(running.any()):
@@ -339,31 +340,31 @@ class TaskEnv(VecEnv):
         return actions
 
     def _measurements(self) -> Scene:
-        """Return the measurements of the present state, which are taken once."""
+        """Return the measurements of the current state, cached until it changes."""
         if self._scene is None:
             self._scene = self.task.read()
         return self._scene
 
     def _build(self, scene: Scene, env_ids: Tensor) -> PackedObservation:
-        if self._remembers:
+        if self._uses_last_action:
             last = self.task.variables[LAST_ACTION]
             scene[LAST_ACTION] = last if env_ids is self._all else last[env_ids]
         return self._observations.build(self._terms.add_to(self.task.observe(scene), scene), env_ids)
 
-    def _show(self, packed: PackedObservation) -> TensorDict:
-        """Make this the current observation, and return it."""
+    def _set_observation(self, packed: PackedObservation) -> TensorDict:
+        """Set the current observation and return it."""
         self._packed, self._obs = packed, self._observations.unpack(packed)
         if self._before is not None:
             copy_together([self._before.vectors, *self._before.others], [packed.vectors, *packed.others])
         return self._obs
 
     def _refresh(self, env_ids: Tensor) -> TensorDict:
-        """Measure and observe these envs again, without touching what was returned before."""
+        """Measure and observe these envs again, without modifying observations returned before."""
         self._scene = None
-        return self._show(self._packed.with_rows(self._build(self.task.read(env_ids), env_ids), env_ids))
+        return self._set_observation(self._packed.with_rows(self._build(self.task.read(env_ids), env_ids), env_ids))
 
-    def _keep_recorded(self) -> Callable[[], None]:
-        """Return what makes the results of a recorded step the current ones, to be called after every replay."""
+    def _restore_captured(self) -> Callable[[], None]:
+        """Return a function that restores the results of the captured step, to be called after every replay."""
         scene, packed, obs = self._scene, self._packed, self._obs
 
         def restore() -> None:
@@ -372,17 +373,17 @@ class TaskEnv(VecEnv):
         return restore
 
     def _images(self, env_ids: Tensor) -> Images:
-        """Return what the configured cameras see of these envs."""
+        """Return the images of the configured cameras for these envs."""
         if self._render_all is None:
             images = self._cameras.observe(self._loader(), env_ids.tolist())
             return {group: {name: x.to(self.device) for name, x in some.items()} for group, some in images.items()}
-        images = self._render_all(self.task.markers(), self._shown)
+        images = self._render_all(self.task.markers(), self._image_mask)
         if env_ids is self._all:
             return images
         return {group: {name: x[env_ids] for name, x in some.items()} for group, some in images.items()}
 
     def _loader(self) -> Load:
-        """Return the function that puts one env's state, goal markers included, into an ``MjData``."""
+        """Return a function that copies one env's state, including goal markers, into an ``MjData``."""
         markers = {
             int(self.physics.model.body(name).mocapid[0]): positions.cpu().numpy()
             for name, positions in self.task.markers().items()
@@ -392,7 +393,7 @@ class TaskEnv(VecEnv):
 
         def load(data: mujoco.MjData, env: int) -> None:
             self.physics.load(data, env)
-            for name, rows in looks.items():  # to the renderer's own model
+            for name, rows in looks.items():  # the renderer's own model
                 getattr(data.model, name)[:] = rows[env].cpu().numpy()
             for mocap, positions in markers.items():
                 data.mocap_pos[mocap] = positions[env]
@@ -401,13 +402,13 @@ class TaskEnv(VecEnv):
 
 
 class Scoring:
-    """Turns measurements of all envs into success, reward, ends of episodes, and metrics."""
+    """Computes success, reward, termination and metrics of all envs from measurements."""
 
     def __init__(self, cfg: GymCfg, task: Task, num_envs: int, max_episode_steps: int) -> None:
         device = task.physics.device
         self._task = task
         self.terms = RewardTerms(cfg.env.rewards.terms, task)
-        """Those of the config, beside the task's own."""
+        """Reward terms of the config, in addition to the task's own."""
         self._sparse = cfg.env.rewards.mode == "sparse"
         self._ends_with_success = cfg.env.terminate_on_success
         self._weights = _reward_weights(cfg, task, self.terms)
@@ -416,14 +417,14 @@ class Scoring:
         self._limit = torch.tensor(max_episode_steps, device=device)
         self._none = torch.zeros(num_envs, dtype=torch.bool, device=device)
         self._zeros = torch.zeros(num_envs, device=device)
-        self._paid = torch.zeros(num_envs, max(1, len(self._weights)), device=device)  # the parts of the last reward
+        self._last_terms = torch.zeros(num_envs, max(1, len(self._weights)), device=device)
 
     def score(self, scene: Scene, action: Tensor, step: Tensor, diverged: Tensor | None) -> StepOutcome:
-        """Score the state after an action; envs ``diverged`` (``None``: none) are cut, and have not succeeded.
+        """Score the state after an action; ``diverged`` envs (``None``: none) are truncated and never successful.
 
-        MuJoCo puts them back to the model's initial state, whose reward, success or failure would be nobody's merit.
-        The step counts as if nothing had moved: it pays what the one before paid. Together with the last observation
-        that is neither worth seeking nor worth avoiding, whatever the sign of rewards is.
+        MuJoCo resets a diverged env to the initial state of its model, so its measurements mean nothing. The reward of
+        the previous step is repeated instead. As the observation is repeated, too, divergence is neither rewarded nor
+        penalised, whatever the sign of the rewards.
         """
         success = self._task.success(scene)
         if success is not None:
@@ -438,7 +439,7 @@ class Scoring:
         failed = self._task.failed(scene)
         if failed is not None:
             terminated = terminated | (failed if diverged is None else failed & ~diverged)
-        if terminated is success or terminated is self._none:  # the caller may keep it, and a task may reuse its own
+        if terminated is success or terminated is self._none:  # both may be reused by their owner
             terminated = terminated.clone()
         truncated = step >= self._limit
         if diverged is not None:
@@ -448,7 +449,7 @@ class Scoring:
     def _reward(
         self, scene: Scene, action: Tensor, kept: Tensor | None, step: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the weighted parts and their sum; where ``kept`` ``[num_envs, 1]`` holds, those of the last step."""
+        """Return the weighted terms and their sum; where ``kept`` ``[num_envs, 1]`` is set, those of the last step."""
         if not self._sparse and not self._weights:
             return {}, self._zeros.clone()
         if self._sparse:
@@ -459,29 +460,29 @@ class Scoring:
             parts = torch.stack([terms[name] for name in names], dim=1)
             if self._weighs or not parts.is_floating_point():
                 parts = parts * self._weight_row
-        if kept is not None:  # nothing in the first step of an episode
-            parts = torch.where(kept, torch.where(step.unsqueeze(1) > 1, self._paid, 0.0).to(parts.dtype), parts)
+        if kept is not None:  # zero in the first step of an episode
+            parts = torch.where(kept, torch.where(step.unsqueeze(1) > 1, self._last_terms, 0.0).to(parts.dtype), parts)
         reward = parts.sum(dim=1)
-        if parts.dtype != torch.float32:  # a task may reckon in double precision
+        if parts.dtype != torch.float32:  # a task may compute in double precision
             parts, reward = parts.float(), reward.float()
         if parts.device.type == "cpu":
-            self._paid = parts
-        else:  # where a recorded step finds it
-            self._paid.copy_(parts)
+            self._last_terms = parts
+        else:  # at the address that a captured graph reads
+            self._last_terms.copy_(parts)
         return dict(zip(names, parts.unbind(1), strict=True)), reward
 
     def _metrics(self, scene: Scene, diverged: Tensor | None) -> dict[str, Tensor]:
         measures = {"success": scene["success"]} if "success" in scene else {}
         measures["diverged"] = self._zeros if diverged is None else diverged.float()
         measures.update(self._task.metrics(scene))
-        if len({measure.dtype for measure in measures.values()}) > 1:  # each keeps its own type
+        if len({measure.dtype for measure in measures.values()}) > 1:  # each keeps its dtype
             return {name: measure.clone() for name, measure in measures.items()}
         copies = torch.stack(list(measures.values()))
         return dict(zip(measures, copies.unbind(0), strict=True))
 
 
 def _reward_weights(cfg: GymCfg, task: Task, terms: RewardTerms) -> dict[str, float]:
-    """Return the weight of each reward term, those of the config over those of the task; 0 leaves a term out."""
+    """Return the weight of each reward term; the config overrides the task, and a weight of 0 removes a term."""
     known = {**task.reward_weights, **terms.weights}
     unknown = [name for name in cfg.env.rewards.weights if name not in known]
     if unknown:
@@ -491,6 +492,18 @@ def _reward_weights(cfg: GymCfg, task: Task, terms: RewardTerms) -> dict[str, fl
     missing = [name for name in terms.removed if name not in known]
     if missing:
         problems = [f"env.rewards.terms.{n}: {cfg.id} has no such term to leave out" for n in missing]
-        raise ConfigError([told + f".{nearest(n, known)}" for told, n in zip(problems, missing, strict=True)])
+        raise ConfigError([f"{problem}.{nearest(n, known)}" for problem, n in zip(problems, missing, strict=True)])
     weights = {**known, **cfg.env.rewards.weights, **dict.fromkeys(terms.removed, 0.0)}
     return {name: weight for name, weight in weights.items() if weight != 0.0}
+
+
+def _check_flags(name: str, flags: Any, num_envs: int) -> None:
+    """Raise ``EnvContractError`` if what a task returned is neither ``None`` nor bool ``[num_envs]``."""
+    is_tensor = isinstance(flags, Tensor)
+    if flags is None or (is_tensor and flags.dtype == torch.bool and list(flags.shape) == [num_envs]):
+        return
+    got = f"{str(flags.dtype).removeprefix('torch.')} {list(flags.shape)}" if is_tensor else type(flags).__name__
+    raise EnvContractError(
+        f"{name} must return bool [num_envs], here [{num_envs}], or None; got {got}. Compare with a threshold, one "
+        'result per env: scene["distance"] < 0.02'
+    )

@@ -1,4 +1,4 @@
-"""Named functions that a config can use: reward and observation terms, and the registry they stand in.
+"""Reward and observation terms: functions registered by name, for use in a config.
 
 ::
 
@@ -8,9 +8,9 @@
 
     "env": {"rewards": {"terms": {"hold": {"func": "hover", "weight": 2.0, "params": {"of": "cube"}}}}}
 
-A term is written in torch on the measurements of a task (``scene``, ``[n, ...]`` each), without waiting for a device.
-``position(scene, "cube")`` is ``scene["cube_pos"]``; parameters that name a thing take such names. A term may be
-a class: it is made once with its parameters, and called with the arguments of a function.
+A term is written in torch on the measurements of a task (``scene``, ``[n, ...]`` each) and must not synchronise with
+the device. ``position(scene, "cube")`` is ``scene["cube_pos"]``; parameters that refer to a thing take such names. A
+term may be a class: it is constructed once with its parameters, and called with the arguments of a function.
 """
 
 import dataclasses
@@ -33,27 +33,27 @@ from embodichain.errors import ConfigError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 Place = str | tuple[float, float, float]
-"""Something that is measured (``"cube"``, ``"ee"``), or a point of the world."""
+"""A measured thing (``"cube"``, ``"ee"``), or a point in the world."""
 Symmetry = Literal[1, 2, 4]
-"""In how many headings a thing looks the same."""
+"""Number of headings at which a thing looks the same."""
 LAST_ACTION = "last_action"
-"""The action before the present one, zero in the first step: a quantity of the scene for terms that ask for it."""
+"""The previous action, zero in the first step; in the scene if a term needs it."""
 
 
 class TermRegistry(Generic[F]):
-    """Functions (or classes) of one kind by name; a config gives their keyword arguments, which are checked."""
+    """Functions or classes of one kind by name; their keyword arguments come from a config and are validated."""
 
     def __init__(self, kind: str, given: Sequence[str], entry_points: Mapping[str, str] | None = None) -> None:
-        """``given`` are the arguments that the caller gives; all others are parameters of a config.
+        """``given`` are the arguments that the caller passes; all others are parameters in a config.
 
-        ``entry_points`` are classes ``"module:Class"`` by name, which are imported when they are asked for.
+        ``entry_points`` are classes ``"module:Class"`` by name, imported on first use.
         """
         self.kind, self.given = kind, tuple(given)
         self._functions: dict[str, F | str] = dict(entry_points or {})
         self._parameters: dict[str, Any] = {}
 
     def register(self, name: str) -> Callable[[F], F]:
-        """Return the decorator that registers a function or class; a second one of that name replaces the first."""
+        """Return a decorator that registers a function or class; an existing name is replaced."""
 
         def add(function: F) -> F:
             first = tuple(inspect.signature(function).parameters)[: len(self.given)]
@@ -86,7 +86,7 @@ class TermRegistry(Generic[F]):
         return sorted(self._functions)
 
     def resolve(self, name: str, params: Mapping[str, Any], key: str) -> tuple[F, dict[str, Any]]:
-        """Return a function and its checked parameters; one ``ConfigError`` tells all that is wrong at ``key``."""
+        """Return a function and its validated parameters; one ``ConfigError`` lists all problems at ``key``."""
         if name not in self._functions:
             raise ConfigError(f"{key}.func: unknown {self.kind} {name!r}.{nearest(name, self._functions)}")
         try:
@@ -96,7 +96,7 @@ class TermRegistry(Generic[F]):
         return self[name], {f.name: getattr(checked, f.name) for f in dataclasses.fields(checked)}
 
     def bind(self, name: str, params: Mapping[str, Any], key: str) -> Callable[..., Any]:
-        """Return the function with its parameters filled in, or the object that a class makes of them."""
+        """Return the function with its parameters bound, or an instance of the class."""
         function, checked = self.resolve(name, params, key)
         if not isinstance(function, type):
             return functools.partial(function, **checked)
@@ -124,12 +124,12 @@ class TermRegistry(Generic[F]):
 
 
 RewardTerm = Callable[..., Any]
-"""``(task, scene, action, **params)`` -> ``[n]``, unweighted; or a class of such."""
+"""``(task, scene, action, **params)`` -> ``[n]``, unweighted; or a class whose instances are called like that."""
 ObservationTerm = Callable[..., Any]
-"""``(task, scene, **params)`` -> ``[n, size]`` or ``[n]``, float32; or a class of such."""
+"""``(task, scene, **params)`` -> ``[n, size]`` or ``[n]``, float32; or a class whose instances are called like that."""
 REWARDS: TermRegistry[RewardTerm] = TermRegistry("reward function", ("task", "scene", "action"))
 OBSERVATIONS: TermRegistry[ObservationTerm] = TermRegistry("observation function", ("task", "scene"))
-_remembering: set[Any] = set()
+_uses_last_action: set[Any] = set()
 
 
 def register_reward(name: str, last_action: bool = False) -> Callable[[F], F]:
@@ -144,7 +144,7 @@ def register_observation(name: str, last_action: bool = False) -> Callable[[F], 
 
 def _register(registry: TermRegistry[Callable[..., Any]], name: str, last_action: bool, function: F) -> F:
     if last_action:
-        _remembering.add(function)
+        _uses_last_action.add(function)
     registry.register(name)(function)
     return function
 
@@ -159,7 +159,7 @@ class RewardTerms:
         self.weights = {name: cfg.weight for name, cfg in used.items()}
         """Weight of each term."""
         self.removed = [name for name, cfg in cfgs.items() if cfg is None]
-        """Terms of the task that the config leaves out."""
+        """Terms of the task that the config removes."""
         self.needs_last_action = _need_last_action(REWARDS, used)
 
     def __call__(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
@@ -167,56 +167,56 @@ class RewardTerms:
         return {name: term(self._task, scene, action) for name, term in self._terms.items()}
 
     def check(self, scene: Scene, action: Tensor) -> None:
-        """Raise one ``ConfigError`` for all terms that read what is not measured, or do not return ``[n]``."""
+        """Raise one ``ConfigError`` for all terms that read unmeasured quantities, or do not return ``[n]``."""
         problems = []
         for name, term in self._terms.items():
             key = f"env.rewards.terms.{name}"
             try:
                 value = term(self._task, scene, action)
             except UnmeasuredError as error:
-                problems.append(error.told_at(key, self._params[name]))
+                problems.append(error.message_at(key, self._params[name]))
                 continue
             except ConfigError as error:
                 problems += [f"{key}: {problem}" for problem in error.problems]
                 continue
-            except KeyError:  # what one's own function reads may be there after a step alone
+            except KeyError:  # quantities that a custom function reads may exist only after a step
                 continue
             if value.shape != action.shape[:1]:
-                told = "expected a function that returns one number per env"
-                problems.append(f"{key}: {told}, got shape {list(value.shape)}")
+                expected = "expected a function that returns one number per env"
+                problems.append(f"{key}: {expected}, got shape {list(value.shape)}")
         if problems:
             raise ConfigError(problems)
 
 
 class ObservationTerms:
-    """The observation terms of a config: each is a leaf of the observation, named by its path."""
+    """The observation terms of a config; each is a leaf of the observation, named by its path."""
 
     def __init__(self, cfgs: Mapping[str, ObservationTermCfg | None], task: Task) -> None:
         used = {name: cfg for name, cfg in cfgs.items() if cfg is not None}
         self._task, self._params = task, {name: cfg.params for name, cfg in used.items()}
         unclear = [path for path in cfgs if not all(path.split("/"))]
         if unclear:
-            told = "expected a path of names, such as 'cube/offset'"
-            raise ConfigError([f"env.observations.terms: {told}, got {path!r}" for path in unclear])
+            expected = "expected a path of names, such as 'cube/offset'"
+            raise ConfigError([f"env.observations.terms: {expected}, got {path!r}" for path in unclear])
         self._terms = _bind_all(OBSERVATIONS, used, "env.observations.terms")
         self._removed = [name for name, cfg in cfgs.items() if cfg is None]
         self.needs_last_action = _need_last_action(OBSERVATIONS, used)
 
     def check(self, scene: Scene) -> None:
-        """Raise one ``ConfigError`` for all terms that read what is not measured."""
+        """Raise one ``ConfigError`` for all terms that read unmeasured quantities."""
         problems = []
         for path, term in self._terms.items():
             try:
                 term(self._task, scene)
             except UnmeasuredError as error:
-                problems.append(error.told_at(f"env.observations.terms.{path}", self._params[path]))
+                problems.append(error.message_at(f"env.observations.terms.{path}", self._params[path]))
             except ConfigError as error:
                 problems += [f"env.observations.terms.{path}: {problem}" for problem in error.problems]
         if problems:
             raise ConfigError(problems)
 
     def add_to(self, tree: dict[str, Any], scene: Scene) -> dict[str, Any]:
-        """Add the terms to the nested observation of a task, and take out what the config leaves out."""
+        """Add the terms to the nested observation of a task, and delete the ones that the config removes."""
         for path in self._removed:
             _take_out(tree, path)
         for path, term in self._terms.items():
@@ -255,7 +255,7 @@ def _take_out(tree: dict[str, Any], path: str) -> None:
 def _bind_all(
     registry: TermRegistry[F], cfgs: Mapping[str, RewardTermCfg] | Mapping[str, ObservationTermCfg], key: str
 ) -> dict[str, Callable[..., Tensor]]:
-    """Return all terms bound, or one error with all that is wrong."""
+    """Return all terms bound to their parameters, or raise one error with all problems."""
     bound, problems = {}, []
     for name, cfg in cfgs.items():
         try:
@@ -271,7 +271,8 @@ def _need_last_action(registry: TermRegistry[Any], cfgs: Mapping[str, Any]) -> b
     for cfg in cfgs.values():
         function, params = registry.resolve(cfg.func, cfg.params, "")
         stages = params["stages"] if function is Staged else []
-        if function in _remembering or _need_last_action(registry, {str(i): stage for i, stage in enumerate(stages)}):
+        nested = {str(i): stage for i, stage in enumerate(stages)}
+        if function in _uses_last_action or _need_last_action(registry, nested):
             return True
     return False
 
@@ -280,27 +281,27 @@ _PARTS = {"pos": "position", "quat": "orientation", "linvel": "velocity", "angve
 
 
 class UnmeasuredError(ConfigError):
-    """A term asks for something that its task does not measure."""
+    """A term reads a quantity that its task does not measure."""
 
     def __init__(self, scene: Scene, name: str, part: str = "") -> None:
-        """``part`` is what is asked of a thing: ``quat`` of ``cube`` is ``scene["cube_quat"]``."""
+        """``part`` is a property of a thing: ``quat`` of ``cube`` is ``scene["cube_quat"]``."""
         has = [key.removesuffix(f"_{part}") for key in scene if key.endswith(f"_{part}")] if part else list(scene)
-        if part == "pos":  # or a quantity that is a place itself, such as ``goal``
+        if part == "pos":  # or a quantity that is itself a position, such as ``goal``
             has += [key for key, value in scene.items() if "_" not in key and value.shape[1:] in ((2,), (3,))]
         asked = f"{_PARTS.get(part, part)} of {name!r}" if part else f"{name!r}"
-        self.name, self.told = name, f"the task measures no {asked}.{nearest(name, has)}"
-        super().__init__(self.told)
+        self.name, self.message = name, f"the task measures no {asked}.{nearest(name, has)}"
+        super().__init__(self.message)
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str], str]]:
         return ConfigError, (self.problems, self.source)
 
-    def told_at(self, key: str, params: Any) -> str:
-        """Return what is wrong with the path of the parameter that has the name, for a term at ``key``."""
-        return f"{_path_of(self.name, params, f'{key}.params') or key}: {self.told}"
+    def message_at(self, key: str, params: Any) -> str:
+        """Return the error message with the path of the parameter that has the name, for a term at ``key``."""
+        return f"{_path_of(self.name, params, f'{key}.params') or key}: {self.message}"
 
 
 def _path_of(name: str, given: Any, key: str) -> str | None:
-    """Return the path of a value within parameters."""
+    """Return the path of a value within parameters, or ``None``."""
     if isinstance(given, Mapping):
         inside = given.items()
     elif isinstance(given, list | tuple):
@@ -313,7 +314,7 @@ def _path_of(name: str, given: Any, key: str) -> str | None:
 
 
 def measured(scene: Scene, name: str, part: str = "") -> Tensor:
-    """Return a quantity of the scene by its name, or ``part`` of a thing; ``ConfigError`` gives the nearest names."""
+    """Return a quantity of the scene, or ``part`` of a thing; ``ConfigError`` suggests the nearest names."""
     key = f"{name}_{part}" if part else name
     if key not in scene:
         raise UnmeasuredError(scene, name, part)
@@ -321,7 +322,7 @@ def measured(scene: Scene, name: str, part: str = "") -> Tensor:
 
 
 def position(scene: Scene, place: Place) -> Tensor:
-    """Return where something is, ``[n, 3]``: ``scene["cube_pos"]`` for ``"cube"``, or a given point."""
+    """Return a position ``[n, 3]``: ``scene["cube_pos"]`` for ``"cube"``, or the given point."""
     if isinstance(place, str):
         return scene[place] if place in scene and f"{place}_pos" not in scene else measured(scene, place, "pos")
     some = next(iter(scene.values()))
@@ -329,7 +330,7 @@ def position(scene: Scene, place: Place) -> Tensor:
 
 
 def _place_of(scene: Scene, place: Place, least: int = 1) -> Tensor:
-    """Return where something is, ``[n, 2 or 3]``; ``ConfigError`` for what is no place, or has no height."""
+    """Return a position ``[n, 2 or 3]``; ``ConfigError`` if it is not a position or has too few coordinates."""
     found = position(scene, place)
     if found.dim() != 2 or not max(2, least) <= found.shape[1] <= 6:
         expected = "a thing with a height" if least == 3 else "a thing or a place"
@@ -338,17 +339,17 @@ def _place_of(scene: Scene, place: Place, least: int = 1) -> Tensor:
 
 
 def offset(scene: Scene, of: Place, to: Place) -> Tensor:
-    """Return the way from one place to another, ``[n, 3]``, or ``[n, 2]`` if one of them has no height."""
+    """Return the vector from one place to another, ``[n, 3]``, or ``[n, 2]`` if one of them has no height."""
     start, end = _place_of(scene, of), _place_of(scene, to)
     size = min(start.shape[1], end.shape[1])
     return end[:, :size] - start[:, :size]
 
 
 def heading(quat: Tensor, symmetry: int = 1) -> Tensor:
-    """Return sine and cosine ``[n, 2]`` of ``symmetry`` times the heading of orientations ``[n, 4]``."""
+    """Return sine and cosine ``[n, 2]`` of ``symmetry`` times the yaw of orientations ``[n, 4]``."""
     w, x, y, z = quat.unbind(1)
     sine, cosine = 2.0 * (w * z + x * y), 1.0 - 2.0 * (y * y + z * z)
-    for _ in range(symmetry.bit_length() - 1):  # the angle doubles
+    for _ in range(symmetry.bit_length() - 1):  # doubles the angle
         sine, cosine = 2.0 * sine * cosine, cosine * cosine - sine * sine
     return torch.stack((sine, cosine), dim=1)
 
@@ -360,11 +361,11 @@ def tilt(quat: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _point(place: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return a point on a device, where it stays: a copy from the host would wait for it."""
+    """Return a point on a device, cached because a copy from the host would synchronise."""
     return torch.tensor([place], dtype=torch.float32, device=device)
 
 
-# Rewards. Those that are told to be in [0, 1] grow towards what is wanted, and can be stages of ``staged``.
+# Rewards. Those documented to be in [0, 1] increase towards the goal, and can be stages of ``staged``.
 
 
 @register_reward("success")
@@ -387,7 +388,7 @@ def distance(task: Task, scene: Scene, action: Tensor, of: Place, to: Place) -> 
 
 @register_reward("near")
 def near(task: Task, scene: Scene, action: Tensor, of: Place, to: Place, within: Positive = 0.1) -> Tensor:
-    """``1 - tanh(distance / within)``: 1 at the place, 0.24 at the distance ``within``."""
+    """``1 - tanh(distance / within)``: 1 at distance 0, 0.24 at distance ``within``."""
     return 1.0 - torch.tanh(length(offset(scene, of, to)) / within)
 
 
@@ -415,26 +416,26 @@ def upright(task: Task, scene: Scene, action: Tensor, of: str) -> Tensor:
 
 @register_reward("aligned")
 def aligned(task: Task, scene: Scene, action: Tensor, of: str, to: str, symmetry: Symmetry = 1) -> Tensor:
-    """Agreement in [0, 1] of two headings; a thing that looks the same turned by a quarter has ``symmetry`` 4."""
+    """Agreement in [0, 1] of two headings; ``symmetry`` 4 means that a quarter turn looks the same."""
     both = (heading(measured(scene, name, "quat"), symmetry) for name in (of, to))
     return 0.5 * (1.0 + dot(*both))
 
 
 @register_reward("grasped")
 def grasped(task: Task, scene: Scene, action: Tensor, of: str, width: Positive, reach: Positive = 0.025) -> Tensor:
-    """1 where a thing is between the fingers (``reach`` from the tool) and they are as far apart as it is wide."""
+    """1 where a thing is held: within ``reach`` of the tool, with the gap of the fingers matching its ``width``."""
     return is_held(scene, of, width, reach).to(torch.float32)
 
 
 def is_held(scene: Scene, of: str, width: float, reach: float = 0.025) -> Tensor:
-    """Tell where a thing ``width`` wide is held, bool ``[n]``: at the tool, with the fingers apart by its width."""
+    """Return where a thing is held, bool ``[n]``: within ``reach`` of the tool, with the finger gap at its width."""
     gap = measured(scene, "gripper")
     return (length(offset(scene, of, "ee")) < reach) & (gap < width + 0.008) & (gap > width - 0.02)
 
 
 @register_reward("opened")
 def opened(task: Task, scene: Scene, action: Tensor, of: str, target: float, start: float = 0.0) -> Tensor:
-    """Progress in [0, 1] of an articulated thing's opening from ``start`` to ``target``."""
+    """Progress in [0, 1] of the opening of an articulated part from ``start`` to ``target``."""
     if target == start:
         raise ConfigError(f"opened: expected a target other than start, got {target} for both")
     return ((measured(scene, of, "opening") - start) / (target - start)).clamp(0.0, 1.0)
@@ -454,7 +455,7 @@ def effort(task: Task, scene: Scene, action: Tensor) -> Tensor:
 
 @register_reward("action_rate", last_action=True)
 def action_rate(task: Task, scene: Scene, action: Tensor) -> Tensor:
-    """Mean square of the change of the action."""
+    """Mean square of the change of action."""
     return mean_square(action - scene[LAST_ACTION])
 
 
@@ -466,7 +467,7 @@ def joint_speed(task: Task, scene: Scene, action: Tensor) -> Tensor:
 
 @register_reward("joint_limits")
 def joint_limits(task: Task, scene: Scene, action: Tensor, margin: NotNegative = 0.1) -> Tensor:
-    """How far joints are within ``margin`` of their limits or beyond them, summed, in radians or metres."""
+    """Penetration of joints into a ``margin`` around their limits, summed, in radians or metres."""
     if not hasattr(task, "robot"):
         raise ConfigError(f"{task.cfg.id} knows no robot with limits; leave joint_limits out")
     joints = measured(scene, "qpos")[:, task.robot.joint_columns]
@@ -476,21 +477,21 @@ def joint_limits(task: Task, scene: Scene, action: Tensor, margin: NotNegative =
 
 @configclass
 class StageCfg(Config):
-    """One stage: a reward function in [0, 1], and the value from which on it is over."""
+    """One stage: a reward function in [0, 1], and the value at which it is complete."""
 
     func: str
     """Name of the reward function."""
     params: dict[str, Any] = {}
-    """Its parameters."""
+    """Parameters of the function."""
     done: Positive = 1.0
-    """Value from which on the next stage counts."""
+    """Value at which the next stage starts."""
 
 
 @register_reward("staged")
 class Staged:
-    """Progress in [0, 1] through stages: those that are over, and the part of the first that is not, by their number.
+    """Progress in [0, 1] through stages: completed stages, plus the value of the current one, divided by their number.
 
-    It grows along the way, and nowhere does a later stage pay for what an earlier one still wants.
+    It increases along the way; a later stage is never rewarded before the earlier ones are complete.
     """
 
     def __init__(self, stages: list[StageCfg]) -> None:
@@ -516,13 +517,13 @@ class Staged:
 
 @register_observation("position")
 def observe_position(task: Task, scene: Scene, of: str) -> Tensor:
-    """Where a thing is, 3."""
+    """Position of a thing, 3."""
     return position(scene, of)
 
 
 @register_observation("offset")
 def observe_offset(task: Task, scene: Scene, of: Place, to: Place) -> Tensor:
-    """The way from one thing to another, 3."""
+    """Vector from one thing to another, 3."""
     return offset(scene, of, to)
 
 
@@ -534,7 +535,7 @@ def observe_distance(task: Task, scene: Scene, of: Place, to: Place) -> Tensor:
 
 @register_observation("heading")
 def observe_heading(task: Task, scene: Scene, of: str, symmetry: Symmetry = 1) -> Tensor:
-    """Sine and cosine of a thing's heading (times its symmetry), 2."""
+    """Sine and cosine of a thing's yaw (times its symmetry), 2."""
     return heading(measured(scene, of, "quat"), symmetry)
 
 
@@ -552,17 +553,17 @@ def observe_velocity(task: Task, scene: Scene, of: str) -> Tensor:
 
 @register_observation("grasped")
 def observe_grasped(task: Task, scene: Scene, of: str, width: Positive, reach: Positive = 0.025) -> Tensor:
-    """1 where a thing is held between the fingers, 1."""
+    """1 where a thing is held between the fingers, else 0; 1."""
     return is_held(scene, of, width, reach).to(torch.float32)
 
 
 @register_observation("measured")
 def observe_measured(task: Task, scene: Scene, name: str) -> Tensor:
-    """Any quantity of the scene by its name, such as ``drawer_opening``."""
+    """Any quantity of the scene, such as ``drawer_opening``."""
     return measured(scene, name).to(torch.float32)
 
 
 @register_observation("last_action", last_action=True)
 def observe_last_action(task: Task, scene: Scene) -> Tensor:
-    """The action that led to this observation; zero at the start of an episode."""
+    """The action that led to this observation; zero after a reset."""
     return scene[LAST_ACTION]

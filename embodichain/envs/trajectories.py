@@ -1,7 +1,7 @@
-"""Trajectories of an environment under test: played from fixed seeds, and compared.
+"""Plays trajectories of an environment from fixed seeds, and compares them.
 
-On the CPU trajectories are compared bitwise. A GPU adds up what contacts contribute in no fixed order, so that the last
-bits of a step vary, and what touches drifts apart soon: there the start is compared bitwise, and single steps closely.
+On the CPU trajectories are compared bitwise. On a GPU, contacts are summed in no fixed order, so that the last bits of
+a step vary and contacts diverge soon: only the start is compared bitwise, and single steps with a tolerance.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,13 +16,13 @@ from embodichain.envs.vec_env import Action, HasExpert, VecEnv, random_actions
 
 Factory = Callable[[int], VecEnv]
 SEEDS = "info[episode_seed]"
-SEED = 20_000  # checks reset with it; any other would do
-_SHORT = 12  # steps of a trajectory that is played several times
-_CLOSE = 1e-2  # relative and absolute, of what a GPU computes twice
+SEED = 20_000  # arbitrary
+_SHORT = 12  # steps of a trajectory that is repeated
+_CLOSE = 1e-2  # relative and absolute tolerance on a GPU
 
 
-class NotApplicable(Exception):  # noqa: N818 - it is no error
-    """Raised by a check that does not apply to this environment; the message gives the reason."""
+class NotApplicable(Exception):  # noqa: N818 - not an error
+    """Raised by a check that does not apply to this environment; the message is the reason."""
 
 
 def need(condition: bool, otherwise: str) -> None:
@@ -31,7 +31,7 @@ def need(condition: bool, otherwise: str) -> None:
 
 
 class Frame:
-    """What one reset or step returned, by name: the tensors themselves, and copies made at once."""
+    """The result of one reset or step by name: the tensors, and copies of them."""
 
     def __init__(self, obs: TensorDictBase, *result: Any) -> None:
         *scores, info = result
@@ -48,18 +48,18 @@ class Frame:
 
     @property
     def done(self) -> Tensor:
-        """The envs whose episode ended with this step, ``[num_envs]``."""
+        """Bool ``[num_envs]``: envs whose episode ended with this step."""
         return self.copies["terminated"] | self.copies["truncated"]
 
 
 class Play:
-    """An environment under test and ways to play it; everything is made from fixed seeds."""
+    """An environment under test, and ways to play it from fixed seeds."""
 
     def __init__(self, env: VecEnv, factory: Factory | None, max_steps: int) -> None:
         self.env, self.factory, self.max_steps = env, factory, max_steps
 
     def actions(self, steps: int) -> Tensor:
-        """Return valid random actions ``[steps, num_envs, ...]``; those of env i do not depend on ``num_envs``."""
+        """Return valid random actions ``[steps, num_envs, ...]``; those of env i are independent of ``num_envs``."""
         space, columns = self.env.action_space, []
         for i in range(self.env.num_envs):
             generator = torch.Generator().manual_seed(i)
@@ -71,28 +71,28 @@ class Play:
         return [Frame(*self.env.reset(seed=seed))]
 
     def extend(self, trajectory: list[Frame], actions: Iterable[Action]) -> list[Frame]:
-        """Apply actions and add the frames to the trajectory."""
+        """Apply actions and append the frames to the trajectory."""
         trajectory.extend(Frame(*self.env.step(action)) for action in actions)
         return trajectory
 
     def random(self, steps: int) -> list[Frame]:
-        """Reset and take the first ``steps`` of the random actions."""
+        """Reset and apply the first ``steps`` random actions."""
         return self.extend(self.start(), self.actions(steps))
 
     def expert(self, steps: int) -> Iterator[Frame]:
-        """Reset and take the actions of the environment's expert, if it has one."""
+        """Reset and apply the actions of the environment's expert, if it has one."""
         self.start()
         for _ in range(steps if isinstance(self.env, HasExpert) and self.env.has_expert else 0):
             yield Frame(*self.env.step(self.env.expert_action()))  # type: ignore[attr-defined]
 
     @property
     def exact(self) -> bool:
-        """Whether the same steps give the same bits."""
+        """Whether repeated steps are bit-identical."""
         return self.env.device.type == "cpu"
 
     @property
     def short(self) -> int:
-        """Number of steps of a trajectory that is played several times."""
+        """Number of steps of a trajectory that is repeated."""
         return _SHORT if self.exact else 1
 
     @property
@@ -103,7 +103,7 @@ class Play:
 
     @cached_property
     def long(self) -> list[Frame]:
-        """One trajectory beyond the time limit, or of ``max_steps`` if that is less."""
+        """One trajectory beyond the time limit, or of ``max_steps`` if that is shorter."""
         return self.random(self.long_steps)
 
     @cached_property
@@ -113,7 +113,7 @@ class Play:
 
     @cached_property
     def difference(self) -> str | None:
-        """Where two trajectories of the same seed and actions differ."""
+        """Where two trajectories of the same seed and actions differ, or ``None``."""
         return first_difference(self.random(self.short), self.random(self.short))
 
     def need_determinism(self) -> None:
@@ -121,18 +121,18 @@ class Play:
         need(self.difference is None, "the same seed does not give the same trajectory")
 
     def need_episode_seeds(self) -> None:
-        """Raise ``NotApplicable`` if the environment does not name its episodes."""
+        """Raise ``NotApplicable`` if the environment has no episode seeds."""
         named = bool((self.long[0].copies[SEEDS] >= 0).any())
         need(named, "the environment does not name its episodes: episode_seed is -1")
 
 
 def leaves(value: TensorDictBase) -> dict[str, Tensor]:
-    """Return the tensors of an observation by their path, ``robot/qpos``."""
+    """Return the tensors of an observation by path, such as ``robot/qpos``."""
     return dict(value.flatten_keys("/").items())
 
 
 def rows_differ(a: Tensor, b: Tensor) -> Tensor:
-    """Return bool ``[num_envs]``: the rows that are not bitwise the same (NaN equals NaN)."""
+    """Return bool ``[num_envs]``: rows that are not bitwise equal (NaN equals NaN)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return torch.ones(len(a), dtype=torch.bool, device=a.device)
     same = (a == b) | ((a != a) & (b != b))
@@ -140,7 +140,7 @@ def rows_differ(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rows_apart(a: Tensor, b: Tensor) -> Tensor:
-    """Return bool ``[num_envs]``: the rows that differ by more than computing them twice does."""
+    """Return bool ``[num_envs]``: rows that differ by more than the tolerance."""
     if a.device.type == "cpu" or a.shape != b.shape or not (a.is_floating_point() and b.is_floating_point()):
         return rows_differ(a, b)
     close = torch.isclose(a, b, rtol=_CLOSE, atol=_CLOSE, equal_nan=True)
@@ -148,7 +148,7 @@ def rows_apart(a: Tensor, b: Tensor) -> Tensor:
 
 
 def first_difference(a: list[Frame], b: list[Frame], rows: slice = slice(None)) -> str | None:
-    """Return where two trajectories first differ (in some rows), or return ``None`` if they do not."""
+    """Return where two trajectories first differ (in some rows), or ``None``."""
     for step, (left, right) in enumerate(zip(a, b, strict=True)):
         if left.copies.keys() != right.copies.keys():
             return f"after {step} steps, the keys {sorted(left.copies.keys() ^ right.copies.keys())}"

@@ -1,23 +1,23 @@
-"""The contract every environment fulfils: many copies of one task, stepped together.
+"""The environment contract: ``num_envs`` copies of one task, stepped together.
 
 * ``obs`` is a nested TensorDict of batch size ``[num_envs]`` on ``device``: ``robot/qpos``, ``object/pos``,
-  ``image/<camera>`` (uint8 ``[num_envs, H, W, 3]``), ... Nothing that a step returned is ever written to again.
-* ``action`` is a tensor ``[num_envs, action_dim]``, or a dict / TensorDict with the one key
-  ``action_manager.action_type``. The bounds of a ``Box`` are -1 and 1 where it has both, else its own. Choices are
-  int64 and count from 0: ``[num_envs]`` of a ``Discrete``, ``[num_envs, action_dim]`` of ``MultiDiscrete`` and
-  ``MultiBinary``.
-* ``reward`` is float32 ``[num_envs]``; ``terminated`` (the task ended) and ``truncated`` (time ran out, or the
-  simulation diverged) are bool ``[num_envs]``, and both may be set.
-* An env that is done resets itself in the same step: ``obs`` is then the first of its next episode, and
-  ``info["final_observation"]`` is what it really reached, or, where its simulation diverged, what it saw last. That
-  entry is always there and always ``[num_envs]``; rows of envs that are not done equal ``obs`` (on a CPU it *is*
-  ``obs`` when none is done), so the value of the next state is the value of ``final_observation``, whatever happened.
-* ``info["rewards"]`` and ``info["metrics"]`` map names to ``[num_envs]`` tensors: the weighted parts of the reward, and
-  measures of the state reached such as ``success``; ``task/<name>/<measure>``, of one task of several, is NaN in the
-  envs of others. ``info["episode_seed"]`` (int64 ``[num_envs]``) names the episode
-  each env is in after the step; ``reset(seed=that_tensor)`` begins the same episodes again.
-* Spaces are those of one env, without the batch dimension.
-* Env ``i`` of seed ``s`` behaves the same whatever ``num_envs`` and the number of threads are.
+  ``image/<camera>`` (uint8 ``[num_envs, H, W, 3]``), ... Returned tensors are never modified later.
+* ``action`` is a tensor ``[num_envs, action_dim]``, or a dict or TensorDict whose only key is
+  ``action_manager.action_type``. Bounded coordinates of a ``Box`` are rescaled to [-1, 1].
+  Discrete actions are int64 and start at 0: ``[num_envs]`` for ``Discrete``, ``[num_envs, action_dim]`` for
+  ``MultiDiscrete`` and ``MultiBinary``.
+* ``reward`` is float32 ``[num_envs]``. ``terminated`` (the task ended) and ``truncated`` (time limit, or the
+  simulation diverged) are bool ``[num_envs]``; both may be set.
+* A done env resets in the same step: its ``obs`` is the first of the next episode, and ``info["final_observation"]``
+  holds the last one of the old episode (of the step before, if the simulation diverged). ``final_observation`` is
+  always present and always ``[num_envs]``. Rows of envs that are not done equal ``obs``, so it can always be used to
+  bootstrap the value of the next state. On a CPU it is the same object as ``obs`` if no env is done.
+* ``info["rewards"]`` and ``info["metrics"]`` map names to ``[num_envs]`` tensors: the weighted reward terms, and the
+  metrics of the new state such as ``success``. In a multi-task env, ``task/<name>/<metric>`` is NaN for other tasks.
+* ``info["episode_seed"]`` (int64 ``[num_envs]``) identifies the episode that each env is in after the step;
+  ``reset(seed=episode_seed)`` starts the same episodes again.
+* Spaces describe a single env, without the batch dimension.
+* Env ``i`` with seed ``s`` behaves the same for any ``num_envs`` and any number of threads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ StepResult: TypeAlias = tuple[TensorDict, Tensor, Tensor, Tensor, dict[str, Any]
 
 
 class ActionBounds:
-    """Clips continuous actions to the bounds of a space; a side without a bound stays as it is, and so do choices."""
+    """Clips continuous actions to the bounds of a space; unbounded sides and discrete actions are left unchanged."""
 
     def __init__(self, space: gym.Space[Any]) -> None:
         self._limits: tuple[Any, Any] | None = None
@@ -54,7 +54,7 @@ class ActionBounds:
             self._limits = low, high
 
     def clip(self, action: Tensor) -> Tensor:
-        """Return the actions ``[num_envs, ...]`` that an environment is given."""
+        """Return actions ``[num_envs, ...]`` clipped to the bounds."""
         if self._limits is None or not action.is_floating_point():
             return action
         low, high = self._limits
@@ -64,7 +64,7 @@ class ActionBounds:
 
 
 def random_actions(space: gym.Space[Any], count: int, generator: torch.Generator) -> Tensor:
-    """Return valid actions ``[count, ...]``: uniform draws, from a range of width 2 where a bound is missing."""
+    """Return uniformly sampled actions ``[count, ...]``; where a bound is missing, the range has width 2."""
     if isinstance(space, gym.spaces.Discrete):
         return torch.randint(int(space.n), (count,), generator=generator)
     counts = choice_counts(space)
@@ -80,7 +80,7 @@ def random_actions(space: gym.Space[Any], count: int, generator: torch.Generator
 
 
 def choice_counts(space: gym.Space[Any]) -> np.ndarray | None:
-    """Return how many choices each number of an action has, int64 ``[action_dim]`` (``[]`` if ``Discrete``), if any."""
+    """Return the choices per action dimension, int64 ``[action_dim]`` (``[]`` if ``Discrete``), else ``None``."""
     if isinstance(space, gym.spaces.Discrete):
         return np.array(space.n, dtype=np.int64)
     if isinstance(space, gym.spaces.MultiDiscrete):
@@ -89,7 +89,7 @@ def choice_counts(space: gym.Space[Any]) -> np.ndarray | None:
 
 
 class ActionManager:
-    """Knows the one key, the shape and the range of an environment's actions."""
+    """Validates the actions of an environment: dict key, shape, dtype and range."""
 
     def __init__(self, action_type: str, space: gym.Space[Any], num_envs: int, device: torch.device | str) -> None:
         self.action_type = action_type
@@ -97,12 +97,12 @@ class ActionManager:
         self.num_envs = num_envs
         self.device = torch.device(device)
         self.choices = choice_counts(space)
-        """Choices of each number of an action; ``None`` for continuous ones."""
+        """Number of choices per action dimension; ``None`` for continuous actions."""
         self.shape = (num_envs, *(space.shape or ()))
         self.action_dim = int(np.prod(space.shape)) if space.shape else 1
 
     def unwrap(self, action: Action, step: Tensor | int | None = None) -> Tensor:
-        """Return the action as a checked tensor ``[num_envs, ...]`` on the env's device."""
+        """Return the action as a validated tensor ``[num_envs, ...]`` on the env's device."""
         value = self.unpack(action)
         if tuple(value.shape) != self.shape:
             raise ActionError(
@@ -111,7 +111,7 @@ class ActionManager:
         if self.choices is not None:
             return self._check_choice(value, self.choices)
         value = value.detach().to(self.device, torch.float32)  # no gradient passes through the simulation
-        # One value that is not finite makes the sum so. On a GPU this would wait; there the simulation checks itself.
+        # A non-finite value makes the sum non-finite. On a GPU this would synchronise; there the physics reports it.
         if value.device.type == "cpu" and not math.isfinite(value.numpy().sum()) and not torch.isfinite(value).all():
             bad = torch.nonzero(~torch.isfinite(value).reshape(self.num_envs, -1).all(dim=1)).reshape(-1)
             env = int(bad[0])
@@ -123,7 +123,7 @@ class ActionManager:
         return value
 
     def unpack(self, action: Action) -> Tensor:
-        """Return the tensor of an action that may come in a dict, whatever its shape."""
+        """Return the tensor of an action, taken out of its dict if necessary; the shape is not checked."""
         if isinstance(action, Tensor | np.ndarray):
             return self._to_tensor(action)
         if isinstance(action, Mapping | TensorDictBase):
@@ -147,7 +147,7 @@ class ActionManager:
             nested = isinstance(value, Mapping | TensorDictBase)
             try:
                 array = np.asarray(None if nested else value)
-            except ValueError:  # rows of different lengths
+            except ValueError:  # ragged rows
                 array = np.asarray(None)
             if array.dtype.kind in kinds:
                 return torch.from_numpy(np.ascontiguousarray(array, dtype=kinds[array.dtype.kind]))
@@ -161,7 +161,7 @@ class ActionManager:
             raise ActionError(f"discrete actions are integers in {valid}, got dtype {value.dtype}")
         value = value.to(self.device, torch.int64)
         if value.device.type == "cpu" and value.numel():
-            choices = value.detach().numpy()  # numpy takes a third of torch's time on few numbers
+            choices = value.detach().numpy()  # for few numbers, numpy takes a third of torch's time
             if choices.min() < 0 or (choices >= counts).any():
                 wrong = ((choices < 0) | (choices >= counts)).reshape(self.num_envs, -1).any(axis=1)
                 env = int(np.flatnonzero(wrong)[0])
@@ -170,31 +170,31 @@ class ActionManager:
 
 
 class VecEnv(ABC):
-    """``num_envs`` copies of one task that step together; see the module's docstring for what is promised."""
+    """``num_envs`` copies of one task that step together; the module docstring defines the contract."""
 
     num_envs: int
     device: torch.device
     max_episode_steps: int | None
-    """Steps after which an episode is truncated; ``None`` where episodes end by themselves alone."""
+    """Steps after which an episode is truncated; ``None`` means no time limit."""
     observation_space: gym.spaces.Dict
     action_space: gym.Space[Any]
     action_manager: ActionManager
     supports_state: bool = True
-    """Whether ``get_state`` and ``set_state`` work (they do for every simulated task)."""
+    """Whether ``get_state`` and ``set_state`` are supported, as in every simulated task."""
     has_expert: bool = True
-    """Whether the expert works, of an environment that is ``HasExpert``."""
+    """Whether the expert is available, for an environment that implements ``HasExpert``."""
 
     @property
     def name(self) -> str:
-        """What messages call the environment."""
+        """Name of the environment in messages."""
         return type(self).__name__
 
     @abstractmethod
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
-        """Begin new episodes in ``env_ids`` (default: all) and return the observation of all envs.
+        """Start new episodes in ``env_ids`` (default: all) and return the observation of all envs.
 
-        An int seeds the random stream of each of these envs by ``(seed, env index)``; a tensor of episode seeds begins
-        exactly those episodes; ``None`` continues the streams as they are.
+        An int seeds the random stream of each of these envs by ``(seed, env index)``. A tensor of episode seeds ``[n]``
+        starts exactly those episodes. ``None`` continues the current streams.
         """
 
     @abstractmethod
@@ -202,7 +202,7 @@ class VecEnv(ABC):
         """Apply one action in every env and return ``(obs, reward, terminated, truncated, info)``."""
 
     def get_state(self) -> TensorDict:
-        """Return the whole simulation as a TensorDict ``[num_envs]``: physics, counters and random streams."""
+        """Return the full simulation state as a TensorDict ``[num_envs]``: physics, counters and random streams."""
         raise EnvContractError(f"{type(self).__name__} cannot save its state: see supports_state")
 
     def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
@@ -212,14 +212,14 @@ class VecEnv(ABC):
     def render(
         self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
     ) -> np.ndarray:
-        """Return uint8 images ``[len(env_ids), H, W, 3]`` of the envs' present state."""
+        """Return uint8 images ``[len(env_ids), H, W, 3]`` of the current state."""
         raise EnvContractError(f"{type(self).__name__} has no camera")
 
     def prepare(self) -> None:  # noqa: B027 - most environments have nothing to prepare
-        """Do work ahead that coming steps need anyway, while nobody waits; nothing changes but their speed."""
+        """Precompute work for coming steps while the caller is idle; this affects speed only."""
 
     def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Release threads, processes and GL contexts; calling it twice is fine."""
+        """Release threads, processes and GL contexts; may be called more than once."""
 
     def __enter__(self) -> VecEnv:
         return self
@@ -228,7 +228,7 @@ class VecEnv(ABC):
         self.close()
 
     def resolve_ids(self, env_ids: EnvIds) -> Tensor:
-        """Return ``env_ids`` (indices, each once, or a mask) as a checked int64 tensor; ``None`` is all envs."""
+        """Return ``env_ids`` (unique indices or a bool mask) as a validated int64 tensor; ``None`` means all envs."""
         if env_ids is None:
             return torch.arange(self.num_envs, device=self.device)
         try:
@@ -249,7 +249,7 @@ class VecEnv(ABC):
         return ids
 
     def resolve_seed(self, seed: int | Tensor | None, count: int) -> int | Tensor | None:
-        """Return the checked argument of ``reset``: nothing, an int, or int64 episode seeds ``[count]``."""
+        """Return the validated ``seed`` argument of ``reset``: ``None``, an int, or int64 episode seeds ``[count]``."""
         if isinstance(seed, Tensor) and seed.dim() > 0:
             if seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool or seed.numel() != count:
                 raise EnvContractError(
@@ -270,49 +270,49 @@ class VecEnv(ABC):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Rewards and flags of one step, before anything is observed or reset; each tensor is ``[num_envs]``."""
+    """Rewards and flags of one step, before observation and reset; each tensor is ``[num_envs]``."""
 
     rewards: dict[str, Tensor]
-    """Named parts of the reward."""
+    """Weighted reward terms by name."""
     reward: Tensor
     """Their sum."""
     terminated: Tensor
-    """Where the task ended."""
+    """Whether the task ended."""
     truncated: Tensor
-    """Where time ran out."""
+    """Whether the time limit was reached or the simulation diverged."""
     metrics: dict[str, Tensor]
-    """Measures of the state reached."""
+    """Metrics of the state reached."""
 
 
 class StepsInHalves(VecEnv):
-    """An environment that simulates elsewhere: the caller can do something else during a step."""
+    """An environment that simulates in other processes, so that the caller can do other work during a step."""
 
     @abstractmethod
     def begin_step(self, action: Action) -> None:
-        """Begin a step; the next call has to be ``finish_step``."""
+        """Start a step; the next call must be ``finish_step``."""
 
     @abstractmethod
     def finish_step(self) -> StepResult:
-        """Wait for the step that was begun and return its result."""
+        """Wait for the step to finish and return its result."""
 
     def step(self, action: Action) -> StepResult:
         self.begin_step(action)
         return self.finish_step()
 
     def restart(self) -> None:
-        """Replace what simulates wherever it failed; ``reset`` has to follow."""
+        """Restart the workers that failed; call ``reset`` afterwards."""
 
 
 SEGMENTS = ("other", "reach", "grasp", "move", "place", "push", "press", "pull", "insert", "hand_over", "leave")
-"""What an expert may be doing; the number of a segment is its place here."""
+"""Segments of a demonstration; a segment's id is its index in this tuple."""
 
 
 @runtime_checkable
 class MarksSegments(Protocol):
-    """An environment whose expert tells what its actions are part of."""
+    """An environment whose expert labels its actions with segments."""
 
     def expert_segment(self) -> Tensor:
-        """Return numbers of ``SEGMENTS``, int64 ``[num_envs]``, of what ``expert_action`` returned last."""
+        """Return the segment of the last ``expert_action``, int64 indices into ``SEGMENTS`` ``[num_envs]``."""
 
 
 @runtime_checkable
@@ -320,7 +320,7 @@ class HasExpert(Protocol):
     """An environment that can demonstrate its own task."""
 
     def expert_action(self) -> Tensor:
-        """Return the scripted expert's action ``[num_envs, action_dim]`` for the present state."""
+        """Return the scripted expert's action ``[num_envs, action_dim]`` for the current state."""
 
     def create_demo_action_list(self) -> list[Tensor]:
-        """Return the actions that solve the task from the present state, which is left as it was."""
+        """Return the expert's actions from the current state to the end of the episodes; the state is preserved."""

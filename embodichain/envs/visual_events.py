@@ -1,7 +1,7 @@
-"""Events that change what cameras see: colours, textures, lights, poses and fields of view of cameras.
+"""Events that change camera images: colours, textures, lights, camera poses and fields of view.
 
-Cameras of a config are part of the model where there are events, so that each env has its own. Textures are chosen
-among materials that are built into every such model.
+With such events, the cameras of a config are compiled into the model, so that each env has its own. Textures are
+selected from materials that are part of every such model.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from embodichain.config.classes import Fraction
 from embodichain.envs.curricula import Range
-from embodichain.envs.event_terms import Names, Operation, find_names, operate, select
+from embodichain.envs.event_terms import Names, Operation, find_names, operate, quaternion_product, select
 from embodichain.envs.randomization import Draw, EventTerm, Rows, World
 from embodichain.envs.rendering import MATERIALS, MOUNTED, Material
 from embodichain.errors import ConfigError
 
 Color = dict[Literal["r", "g", "b"], Range]
-"""Ranges of red, green and blue; those that are not named stay as they are."""
+"""Ranges of red, green and blue; omitted ones stay unchanged."""
 Offsets = dict[Literal["x", "y", "z"], Range]
-"""Ranges in metres by axis; those that are not named are 0."""
+"""Ranges in metres by axis; omitted ones are 0."""
 Angles = dict[Literal["roll", "pitch", "yaw"], Range]
-"""Ranges in radians; those that are not named are 0."""
-_GREY = np.array([0.5, 0.5, 0.5, 1.0], np.float32)  # the colour of a geom that has that of its material
+"""Ranges in radians; omitted ones are 0."""
+_GREY = np.array([0.5, 0.5, 0.5, 1.0], np.float32)  # MuJoCo's default, which means the colour of the material
 
 
 def _index(world: World, found: list[int]) -> Tensor:
@@ -33,27 +33,27 @@ def _index(world: World, found: list[int]) -> Tensor:
 
 
 def _check(world: World, key: str, low: float, high: float, least: float, most: float, what: str) -> None:
-    """Refuse values that make the model invalid."""
+    """Raise ``ConfigError`` for values that make the model invalid."""
     if low < least or high > most:
         raise ConfigError(f"{world.key}.params.{key}: {what}, and these give {low:.4g} to {high:.4g}")
 
 
 def _geoms(world: World, geoms: Names | None, bodies: Names | None) -> list[int]:
-    """Return the numbers of the named geoms and of all geoms of the named bodies; by default all that are seen."""
+    """Return the ids of the named geoms and of all geoms of the named bodies; default: all visible ones."""
     model = world.model
-    seen = model.geom_group < 3
+    visible = model.geom_group < 3
     if geoms is None and bodies is None:
-        return [int(geom) for geom in np.nonzero(seen)[0]]
-    found = set() if geoms is None else set(select(world, "geoms", geoms, seen, "that are seen"))
+        return [int(geom) for geom in np.nonzero(visible)[0]]
+    found = set() if geoms is None else set(select(world, "geoms", geoms, visible, "that are seen"))
     if bodies is not None:
-        shown = np.isin(np.arange(model.nbody), model.geom_bodyid[seen])
+        shown = np.isin(np.arange(model.nbody), model.geom_bodyid[visible])
         chosen = select(world, "bodies", bodies, shown, "with geoms that are seen")
-        found |= {int(geom) for geom in np.nonzero(seen & np.isin(model.geom_bodyid, chosen))[0]}
+        found |= {int(geom) for geom in np.nonzero(visible & np.isin(model.geom_bodyid, chosen))[0]}
     return sorted(found)
 
 
 def _own_colors(model: mujoco.MjModel, found: list[int]) -> np.ndarray:
-    """Return the colours of geoms, or of their materials where they have none of their own, ``[n, 4]``."""
+    """Return the colours of geoms, or of their materials if they have none, ``[n, 4]``."""
     colors = model.geom_rgba[found].copy()
     for row, geom in enumerate(found):
         if model.geom_matid[geom] >= 0 and np.array_equal(colors[row], _GREY):
@@ -62,7 +62,7 @@ def _own_colors(model: mujoco.MjModel, found: list[int]) -> np.ndarray:
 
 
 class GeomColor(EventTerm):
-    """Colours of geoms. A texture keeps its pattern and takes on the colour."""
+    """Colours of geoms. A texture keeps its pattern and is tinted."""
 
     fields = ("geom_rgba",)
 
@@ -75,7 +75,7 @@ class GeomColor(EventTerm):
         operation: Operation = "abs",
         shared: bool = False,
     ) -> None:
-        """Draw ``color`` for ``geoms`` and all geoms of ``bodies`` (default: all), one for each or one ``shared``."""
+        """Sample ``color`` for ``geoms`` and all geoms of ``bodies`` (default: all), one each or one ``shared``."""
         super().__init__(world)
         given: dict[Any, tuple[float, float]] = color
         if not given:
@@ -88,7 +88,7 @@ class GeomColor(EventTerm):
         for channel, bounds in self._ranges:
             ends = np.array([operate(nominal[:, channel].astype(float), end, operation) for end in bounds])
             key = f"color.{'rgb'[channel]}"
-            # Scaled and added colours are cut at white; those that would be below black everywhere are a mistake.
+            # Scaled and shifted colours are clipped at white; those always below black are a mistake.
             _check(world, key, float(ends.min()), float(bounds[1]), -1.0, 10.0, "expected colours in [0, 1]")
             if operation == "abs":
                 _check(world, key, float(ends.min()), float(ends.max()), 0.0, 1.0, "expected colours in [0, 1]")
@@ -102,7 +102,7 @@ class GeomColor(EventTerm):
 
 
 class GeomTexture(EventTerm):
-    """Textures of geoms: each episode draws one for every geom, or one for all of them."""
+    """Textures of geoms, sampled per episode, one each or one ``shared``."""
 
     fields = ("geom_matid",)
 
@@ -115,7 +115,7 @@ class GeomTexture(EventTerm):
         keep: bool = True,
         shared: bool = False,
     ) -> None:
-        """Draw among ``textures``, and among the geom's own if ``keep``."""
+        """Sample from ``textures``, and from the geom's own if ``keep``."""
         super().__init__(world)
         model = world.model
         found = _geoms(world, geoms, bodies)
@@ -138,7 +138,7 @@ def _material(model: mujoco.MjModel, name: str) -> int:
 
 
 class Lights(EventTerm):
-    """Lights of the model: where they are, where they shine, how bright, and whether they are on."""
+    """Lights of the model: position, direction, brightness, and whether they are on."""
 
     def __init__(
         self,
@@ -150,8 +150,8 @@ class Lights(EventTerm):
         ambient: Range = (0.0, 0.0),
         off: Fraction = 0.0,
     ) -> None:
-        """``pos`` is added, ``tilt`` leans the direction to a side that is drawn (radians), ``diffuse`` scales the
-        brightness, ``ambient`` is added to the light from everywhere, ``off`` is the probability of darkness.
+        """``pos`` is an offset, ``tilt`` an angle of the direction towards a random side (radians), ``diffuse`` a
+        factor on the brightness, ``ambient`` an offset of the ambient light, ``off`` the probability that it is off.
         """
         super().__init__(world)
         model = world.model
@@ -179,7 +179,7 @@ class Lights(EventTerm):
             rows[field][:, self._lights] = new.to(rows[field].dtype)
 
     def _drawn(self, field: str, draw: Draw) -> Tensor:
-        """Return new values of a field ``[n, lights, ...]``."""
+        """Return sampled values of a field, ``[n, lights, ...]``."""
         nominal = self._nominal[field]
         if field == "light_pos":
             return nominal + torch.stack([draw.values(bounds, self._count) for bounds in self._pos], dim=-1)
@@ -193,7 +193,7 @@ class Lights(EventTerm):
 
 
 def _leaning(direction: Tensor, angle: Tensor, around: Tensor) -> Tensor:
-    """Return unit vectors ``[n, k, 3]`` at an angle to ``direction`` ``[k, 3]``; ``around`` it tells to which side."""
+    """Return unit vectors ``[n, k, 3]`` tilted by ``angle`` from ``direction`` ``[k, 3]``, at azimuth ``around``."""
     helper = torch.eye(3, dtype=direction.dtype, device=direction.device)
     upright = (direction[:, 2:].abs() > 0.9).to(direction.dtype)
     side = torch.linalg.cross(direction, upright * helper[0] + (1.0 - upright) * helper[2], dim=-1)
@@ -203,20 +203,8 @@ def _leaning(direction: Tensor, angle: Tensor, around: Tensor) -> Tensor:
     return angle.cos().unsqueeze(-1) * direction + angle.sin().unsqueeze(-1) * aside
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the products of quaternions ``[..., 4]``."""
-    (aw, ax, ay, az), (bw, bx, by, bz) = a.unbind(-1), b.unbind(-1)
-    parts = (
-        aw * bw - ax * bx - ay * by - az * bz,
-        aw * bx + ax * bw + ay * bz - az * by,
-        aw * by - ax * bz + ay * bw + az * bx,
-        aw * bz + ax * by - ay * bx + az * bw,
-    )
-    return torch.stack(parts, dim=-1)
-
-
 def _mounted(world: World, chosen: Names | None) -> list[int]:
-    """Return the numbers of configured cameras."""
+    """Return the ids of the configured cameras."""
     model = world.model
     all_names = [model.camera(i).name for i in range(model.ncam)]
     if not any(name.startswith(MOUNTED) for name in all_names):
@@ -228,9 +216,9 @@ def _mounted(world: World, chosen: Names | None) -> list[int]:
 
 
 class CameraPose(EventTerm):
-    """Where configured cameras are and look: offsets along the axes of what they are fixed to, and turns.
+    """Poses of configured cameras: offsets along the axes of the parent frame, and rotations.
 
-    ``roll`` turns the image about the view direction, ``pitch`` the view up, ``yaw`` the view to the left.
+    ``roll`` rotates about the view direction, ``pitch`` upwards and ``yaw`` to the left.
     """
 
     fields = ("cam_pos", "cam_quat")
@@ -246,17 +234,17 @@ class CameraPose(EventTerm):
         angles: dict[Any, Any] = rot or {}
         self._cameras, self._count = _index(world, found), len(found)
         self._pos = [offsets.get(axis, (0.0, 0.0)) for axis in "xyz"]
-        self._rot = [angles.get(axis, (0.0, 0.0)) for axis in ("pitch", "yaw", "roll")]  # about its x, y and z axis
+        self._rot = [angles.get(axis, (0.0, 0.0)) for axis in ("pitch", "yaw", "roll")]  # about its x, y and z axes
         self._nominal = [world.tensor(np.array(getattr(world.model, field)[found])) for field in self.fields]
 
     def apply(self, rows: Rows, draw: Draw) -> None:
         by = torch.stack([draw.values(bounds, self._count) for bounds in self._pos], dim=-1)
         vector = torch.stack([draw.values(bounds, self._count) for bounds in self._rot], dim=-1)
-        # The rotation by |v| about v: for small angles, all three of them.
+        # The rotation by |v| about v, which for small angles combines all three.
         angle = vector.norm(dim=-1, keepdim=True)
         turn = torch.cat(((0.5 * angle).cos(), 0.5 * torch.sinc(angle / (2.0 * torch.pi)) * vector), dim=-1)
         pos, quat = self._nominal
-        turned = _product(quat.expand_as(turn), turn)
+        turned = quaternion_product(quat.expand_as(turn), turn)
         for field, new in (("cam_pos", pos + by), ("cam_quat", turned)):
             rows[field][:, self._cameras] = new.to(rows[field].dtype)
 

@@ -1,13 +1,13 @@
-"""Environments around environments: action chunks, and groups of envs that can be stepped one after the other.
+"""Wrappers: action chunks, and groups of envs that can be stepped separately.
 
 ``ChunkedEnv`` takes a chunk of actions ``[num_envs, chunk_size, action_dim]`` per step and observes once, at its end.
-An env that ends inside a chunk takes no further action: it keeps the reward of its last step, ``final_observation`` is
-what it observed there, and its next episode begins with the next chunk. ``info["chunk"]`` has ``num_actions`` (int64
-``[num_envs]``, actions really taken) and ``chunk_reward`` (``[num_envs, chunk_size]``, zero for actions not taken).
-``reward`` is their plain sum; an algorithm discounts inside the chunk by its own factor.
+An env that ends inside a chunk takes no further actions, and its next episode starts with the next chunk;
+``final_observation`` is the one at the end of the episode. ``info["chunk"]`` has ``num_actions`` (int64 ``[num_envs]``,
+actions taken) and ``chunk_reward`` (``[num_envs, chunk_size]``, zero for actions not taken). ``reward`` is their
+undiscounted sum; algorithms apply their own discount inside a chunk.
 
-``GroupedEnv`` joins several environments into one. A collector can simulate one group while the policy decides for
-another; for everybody else it is an ordinary environment.
+``GroupedEnv`` joins several environments into one. A collector can simulate one group while the policy computes the
+actions of another.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ _SEED_BITS = 31
 
 
 class ChunkTally:
-    """Adds up the steps of one chunk; an env that has ended stays as it was at its end."""
+    """Accumulates the steps of one chunk; an env that has ended no longer changes."""
 
     def __init__(self, actions: Tensor) -> None:
         num_envs, chunk_size, device = actions.shape[0], actions.shape[1], actions.device
         self.active = torch.ones(num_envs, dtype=torch.bool, device=device)
-        """Envs that have not ended in this chunk, ``[num_envs]``."""
+        """Bool ``[num_envs]``: envs that have not ended in this chunk."""
         self.num_actions = torch.zeros(num_envs, dtype=torch.int64, device=device)
         self.rewards = torch.zeros(num_envs, chunk_size, device=device)
         self.terminated = torch.zeros_like(self.active)
@@ -44,7 +44,7 @@ class ChunkTally:
         self._step = 0
 
     def add(self, outcome: StepOutcome) -> Tensor:
-        """Add one step and return which envs ended with it, ``[num_envs]``."""
+        """Add one step and return which envs ended, bool ``[num_envs]``."""
         active = self.active
         self.rewards[:, self._step] = torch.where(active, outcome.reward, 0.0)
         self._step += 1
@@ -74,20 +74,20 @@ class ChunkTally:
 
 @runtime_checkable
 class DefersResets(Protocol):
-    """An environment that can step without observing or resetting, which saves rendering inside a chunk."""
+    """An environment that can step without observing or resetting, which avoids rendering inside a chunk."""
 
     def advance(self, action: Action) -> StepOutcome:
-        """Step; nothing is observed or reset."""
+        """Step without observing or resetting."""
 
     def observe(self, mask: Tensor) -> TensorDict:
-        """Observe the envs where ``mask`` ``[num_envs]`` holds; the rows of the others stay as they were."""
+        """Observe the envs where ``mask`` ``[num_envs]`` is true; other rows stay unchanged."""
 
     def reset_done(self, done: Tensor) -> tuple[TensorDict, Tensor]:
-        """Reset the envs where ``done`` holds; return the observation and the episode seeds of all envs."""
+        """Reset the envs where ``done`` is true; return the observation and the episode seeds of all envs."""
 
 
 class ChunkedEnv(VecEnv):
-    """An environment whose actions are chunks ``[num_envs, chunk_size, action_dim]`` of another's."""
+    """An environment whose actions are chunks ``[num_envs, chunk_size, action_dim]``."""
 
     def __init__(self, env: VecEnv, chunk_size: int) -> None:
         if not isinstance(env.action_space, gym.spaces.Box) or len(env.action_space.shape) != 1:
@@ -112,7 +112,7 @@ class ChunkedEnv(VecEnv):
         return self.env.reset(seed, env_ids)
 
     def step(self, action: Action) -> StepResult:
-        actions = self._chunks.unwrap(action)  # all of it is checked before the first action is taken
+        actions = self._chunks.unwrap(action)  # validates all actions before the first step
         return step_deferred(self.env, actions) if isinstance(self.env, DefersResets) else step_each(self.env, actions)
 
     def get_state(self) -> TensorDict:
@@ -134,7 +134,7 @@ class ChunkedEnv(VecEnv):
 
 
 def step_deferred(env: DefersResets, actions: Tensor) -> StepResult:
-    """Take a chunk of actions; an env that ends is observed at once, and reset when the chunk is over."""
+    """Execute a chunk; an env that ends is observed at once, and reset after the chunk."""
     tally = ChunkTally(actions)
     for action in actions.unbind(1):
         env.observe(tally.add(env.advance(action)))
@@ -145,9 +145,9 @@ def step_deferred(env: DefersResets, actions: Tensor) -> StepResult:
 
 
 def step_each(env: VecEnv, actions: Tensor) -> StepResult:
-    """Take a chunk of actions in an environment that can only ``step``.
+    """Execute a chunk in an environment that cannot defer resets.
 
-    Actions left over reach the next episode, which is begun again from its seed when the chunk is over.
+    The remaining actions of a chunk affect the next episode, which is restarted from its seed after the chunk.
     """
     tally = ChunkTally(actions)
     ends: list[tuple[Tensor, TensorDict, Tensor]] = []
@@ -169,7 +169,7 @@ def step_each(env: VecEnv, actions: Tensor) -> StepResult:
 
 
 def chunked(env: VecEnv, chunk_size: int) -> VecEnv:
-    """Return an environment of chunks of ``chunk_size`` actions; the same one if it is one already."""
+    """Return the environment with chunks of ``chunk_size`` actions; unchanged if it has them already."""
     present = env.chunk_size if isinstance(env, ChunkedEnv) else 1
     if present == chunk_size:
         return env
@@ -179,17 +179,17 @@ def chunked(env: VecEnv, chunk_size: int) -> VecEnv:
 
 
 class GroupedEnv(VecEnv):
-    """Environments of the same kind, side by side: group ``g`` holds the envs ``slices[g]``.
+    """Several environments of the same kind as one; group ``g`` holds the envs ``slices[g]``.
 
-    The first group draws the random numbers that it would draw alone; every other group has a seed of its own, derived
-    from the common one. Groups that simulate elsewhere make a ``RemoteGroups``, whose groups are stepped side by side.
+    The first group uses the common seed; every other group has a seed derived from it. Groups that simulate in other
+    processes make a ``RemoteGroups``, which steps them in parallel.
     """
 
     is_divisible: bool = True
-    """Whether its groups can be wrapped one by one, and joined again."""
+    """Whether its groups can be wrapped separately and joined again."""
 
     def __new__(cls, groups: Sequence[VecEnv]) -> Self:
-        """Return one of the kind that the groups allow."""
+        """Return a ``RemoteGroups`` if all groups simulate in other processes."""
         apart = cls is GroupedEnv and groups and all(isinstance(group, StepsInHalves) for group in groups)
         return super().__new__(RemoteGroups if apart else cls)  # type: ignore[return-value]
 
@@ -213,7 +213,7 @@ class GroupedEnv(VecEnv):
         self.slices = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
         self._obs: list[TensorDict | None] = [None] * len(groups)
         self.num_parts = sum(_num_parts(group) for group in groups)
-        """Environments that this one consists of in the end."""
+        """Total number of environments, including those in nested groups."""
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
         ids = self.resolve_ids(env_ids)
@@ -231,12 +231,12 @@ class GroupedEnv(VecEnv):
         return self.join([group.step(part) for group, part in zip(self.groups, parts, strict=True)])
 
     def split(self, action: Action) -> list[Tensor]:
-        """Return each group's part of an action for all envs, checked before any of them is stepped."""
+        """Return each group's part of an action, all validated before any group is stepped."""
         manager = ActionManager(self.action_manager.action_type, self.action_space, self.num_envs, self.device)
         return list(manager.unwrap(action).split(self._sizes))
 
     def join(self, results: Sequence[StepResult], obs: TensorDict | None = None) -> StepResult:
-        """Join one step of each group; ``obs`` is given if joined already, perhaps on another device than ``info``."""
+        """Join the step results of all groups; ``obs`` is their joined observation, if known, on any device."""
         self._obs = [result[0] for result in results]
         joined_obs = self._joined_obs() if obs is None else obs
         _, rewards, terminated, truncated, _ = zip(*results, strict=True)
@@ -244,7 +244,7 @@ class GroupedEnv(VecEnv):
         apart = {"final_observation"} if none_done else ()
         infos = [{key: value for key, value in result[4].items() if key not in apart} for result in results]
         joined = join_parts(infos, self._sizes)
-        if none_done:  # it is the observation itself
+        if none_done:  # the same object as the observation
             joined["final_observation"] = joined_obs if obs is None else self._joined_obs()
         return joined_obs, torch.cat(rewards), torch.cat(terminated), torch.cat(truncated), joined
 
@@ -275,7 +275,7 @@ class GroupedEnv(VecEnv):
             group.close()
 
     def _rows_of(self, ids: Tensor) -> Iterator[tuple[VecEnv, Tensor, Tensor]]:
-        """Yield each group, which of ``ids`` are its own, as a mask, and their indices inside the group."""
+        """Yield each group, the mask of ``ids`` that belong to it, and their indices inside the group."""
         for group, rows in zip(self.groups, self.slices, strict=True):
             mine = (ids >= rows.start) & (ids < rows.stop)
             yield group, mine, ids[mine] - rows.start
@@ -285,7 +285,7 @@ class GroupedEnv(VecEnv):
 
 
 class RemoteGroups(StepsInHalves, GroupedEnv):
-    """Groups that simulate elsewhere, all of them at the same time."""
+    """Groups that simulate in other processes, in parallel."""
 
     groups: list[StepsInHalves]  # type: ignore[assignment]
 
@@ -299,10 +299,10 @@ class RemoteGroups(StepsInHalves, GroupedEnv):
         parts = self.split(action)
         try:
             for group, part in zip(self.groups, parts, strict=True):
-                self._under_way.append(group)  # before it is: an interruption may come in between
+                self._under_way.append(group)  # first, as an interrupt may occur in between
                 group.begin_step(part)
         except BaseException as error:
-            if isinstance(error, Exception):  # then the last group did not begin
+            if isinstance(error, Exception):  # the last group did not start
                 self._under_way.pop()
             self._settle()
             raise
@@ -323,14 +323,14 @@ class RemoteGroups(StepsInHalves, GroupedEnv):
             group.restart()
 
     def _settle(self) -> None:
-        """Leave no group in the middle of its step after something went wrong."""
+        """Finish the steps of all groups after an error."""
         while self._under_way:
-            with contextlib.suppress(EmbodiChainError):  # something else went wrong before
+            with contextlib.suppress(EmbodiChainError):  # the first error is raised
                 self._under_way.pop(0).finish_step()
 
 
 def make_grouped(make: Callable[[int], VecEnv], num_envs: int, num_groups: int) -> VecEnv:
-    """Return ``num_envs`` envs in groups, each made by ``make(its number of envs)``; one group is no ``GroupedEnv``."""
+    """Return ``num_envs`` envs in equal groups made by ``make(num_envs_of_group)``; one group is returned as it is."""
     if num_groups < 1 or num_envs % num_groups:
         raise ConfigError(f"num_envs must be a multiple of the {num_groups} groups of envs, got {num_envs}")
     if num_groups == 1:
@@ -339,7 +339,7 @@ def make_grouped(make: Callable[[int], VecEnv], num_envs: int, num_groups: int) 
 
 
 def arrange(envs: Sequence[StepsInHalves], num_groups: int) -> StepsInHalves:
-    """Return environments that simulate elsewhere as ``num_groups`` groups, of one or of several of them each."""
+    """Return environments that simulate in other processes as ``num_groups`` groups of equal size."""
     if num_groups < 1 or not envs or len(envs) % num_groups:
         raise ConfigError(f"expected a multiple of the {num_groups} groups of envs, got {len(envs)} environments")
     size = len(envs) // num_groups
@@ -349,7 +349,7 @@ def arrange(envs: Sequence[StepsInHalves], num_groups: int) -> StepsInHalves:
 
 
 def join_parts(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
-    """Concatenate tensors ``[envs, ...]`` of nested mappings by key; a part that lacks a key counts as zero."""
+    """Concatenate tensors ``[envs, ...]`` of nested mappings by key; missing keys become zeros."""
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part.get(key) for part in parts]
@@ -368,7 +368,7 @@ def _num_parts(env: VecEnv) -> int:
 
 
 def _part_seed(seed: int | None, number: int) -> int | None:
-    """Return the seed of the group that begins with this part; the first one has the common seed."""
+    """Return the seed of the group that starts with this part; the first one has the common seed."""
     if seed is None or number == 0:
         return seed
     return int(combine(torch.tensor(seed), torch.tensor(number))) % 2**_SEED_BITS

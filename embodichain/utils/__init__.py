@@ -1,1 +1,1 @@
-"""Helpers of no particular room."""
+"""Helpers shared by all packages: tensor serialization, CUDA graphs, console output, threads and seeds."""

@@ -1,4 +1,4 @@
-"""What commands have in common: the log of this package and progress on the terminal, and checks of their options."""
+"""Console output shared by commands: log messages, training progress, and checks of options."""
 
 import logging
 import os
@@ -18,14 +18,14 @@ from rich.table import Column
 from embodichain.errors import ConfigError
 
 _DUMPS = {"RAY_DEDUP_LOGS_SKIP_REGEX": "^(Raylet is terminated|The node with node id|A worker died or was killed)"}
-"""Ray's switch for lines that are not to be printed: up to 40 when a node or a worker dies, which the log reports."""
+"""Lines that Ray must not print: up to 40 when a node or worker dies, which our log reports already."""
 _LINE_SECONDS = 10.0
 _SPEED_WINDOW = 20
 _BAR, _SHORTEST_BAR = 24, 6
 
 
 def check_counts(counts: Mapping[str, int | None], *problems: str) -> None:
-    """Raise ``ConfigError`` for options below 1, and for other problems of a command line."""
+    """Raise ``ConfigError`` if an option is below 1, or if there are other ``problems``."""
     wrong = [f"{name}: expected at least 1, got {n}" for name, n in counts.items() if n is not None and n < 1]
     if wrong or problems:
         raise ConfigError([*wrong, *problems], "command line")
@@ -33,24 +33,24 @@ def check_counts(counts: Mapping[str, int | None], *problems: str) -> None:
 
 @contextmanager
 def shown_messages(rank: int = 0) -> Iterator[None]:
-    """Print this package's log on the terminal during the block; of other ranks only warnings, with the rank."""
+    """Print this package's log messages during the block; ranks other than 0 print warnings only."""
     added = {name: value for name, value in _DUMPS.items() if name not in os.environ}
     os.environ.update(added)
     log, handler = logging.getLogger("embodichain"), _TerminalHandler(rank)
-    former = log.level
+    previous_level = log.level
     log.addHandler(handler)
     log.setLevel(min(logging.INFO, log.getEffectiveLevel()))
     try:
         yield
     finally:
         log.removeHandler(handler)
-        log.setLevel(former)
+        log.setLevel(previous_level)
         for name in added:
             os.environ.pop(name, None)
 
 
 class _TerminalHandler(logging.StreamHandler[TextIO]):
-    """Prints to what ``sys.stderr`` is at the time: a progress bar or a live table replaces it."""
+    """Prints to the current ``sys.stderr``, which a progress bar or a live table may replace."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -58,12 +58,11 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         self._rank = rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message."""
         self.setStream(sys.stderr)
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a message with its rank and level; on a terminal its first line is broken between words."""
+        """Return a message with its rank and level; on a terminal its first line is wrapped."""
         origin = f"rank {self._rank}: " if self._rank else ""
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         first, *rest = super().format(record).rstrip().split("\n")
@@ -74,27 +73,26 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
 
 
 class MessageConsole(Console):
-    """Prints to ``stderr``; where Rich would end the program because nobody reads that any more, it goes quiet."""
+    """Prints to ``stderr``. On a broken pipe it becomes silent instead of exiting the program, as Rich does."""
 
     def __init__(self, quiet: bool = False, file: IO[str] | None = None, force_terminal: bool | None = None) -> None:
         super().__init__(stderr=True, quiet=quiet, file=file, force_terminal=force_terminal)
 
     def on_broken_pipe(self) -> None:
-        """Print nothing more."""
         go_quiet(self)
 
 
 @contextmanager
 def printing(console: Console) -> Iterator[None]:
-    """Let a terminal or a pipe that is gone end nothing but what is printed on it."""
+    """Silence the console instead of failing if its terminal or pipe is closed during the block."""
     try:
         yield
-    except (OSError, SystemExit):  # a console of Rich's own ends the program when a pipe is closed
+    except (OSError, SystemExit):  # a plain Rich console exits the program on a broken pipe
         go_quiet(console)
 
 
 def go_quiet(console: Console) -> None:
-    """Print nothing more on a console; what its stream still holds must not fail when the program ends, either."""
+    """Silence a console, and redirect its stream to /dev/null so that flushing it at exit does not fail."""
     console.quiet = True
     if console.file in (sys.__stderr__, sys.__stdout__):
         with suppress(OSError, ValueError):
@@ -104,7 +102,7 @@ def go_quiet(console: Console) -> None:
 
 
 class ProgressView:
-    """Shows return, success, steps per second and the time left: a bar on a terminal, a line now and then elsewhere."""
+    """Shows return, success, steps per second and remaining time: a bar on a terminal, else a line every 10 s."""
 
     def __init__(self, name: str, console: Console | None = None) -> None:
         self.console = console or MessageConsole()
@@ -131,19 +129,19 @@ class ProgressView:
                 self._bar.stop()
 
     def show(self, step: int, done: float, mean_return: float | None, success: float | None) -> None:
-        """Show the environment steps so far, the share that is done, and the results of recent episodes if known."""
+        """Show the environment steps so far, the fraction done, and the results of recent episodes if known."""
         self._marks.append((time.monotonic(), step, done))
         parts = [f"{short_number(step)} steps"]
         parts += [] if mean_return is None else [f"return {mean_return:.2f}"]
         parts += [] if success is None else [f"success {success:.0%}"]
         parts += self._speed()
         if self._bar is not None:
-            for least in ("steps/s", "return"):  # on a narrow terminal
+            for dropped in ("steps/s", "return"):  # on a narrow terminal
                 if len(" | ".join(parts)) + _SHORTEST_BAR + 3 > self.console.width:
-                    parts = [part for part in parts if least not in part]
+                    parts = [part for part in parts if dropped not in part]
         text = " | ".join(parts)
         if self._bar is not None:
-            room = self.console.width - len(text) - 3  # for the name and the bar: what is said comes first
+            room = self.console.width - len(text) - 3  # name and bar get what the text leaves
             name = self._name[: max(0, room - _SHORTEST_BAR)]
             self._width.bar_width = max(_SHORTEST_BAR, min(_BAR, room - len(name)))
             with printing(self.console):
@@ -158,7 +156,7 @@ class ProgressView:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _speed(self) -> Iterator[str]:
-        """Yield steps per second and the time left, over the last iterations."""
+        """Yield steps per second and the remaining time, estimated from the last iterations."""
         (begin, first, share), (end, last, done) = self._marks[0], self._marks[-1]
         if end > begin:
             yield f"{short_number(round((last - first) / (end - begin)))} steps/s"
@@ -167,7 +165,7 @@ class ProgressView:
 
 
 def short_number(number: int) -> str:
-    """Return a number in few characters, such as 102k."""
+    """Format a number with three digits and a unit, such as 102k."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{letter}"

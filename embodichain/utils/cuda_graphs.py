@@ -1,8 +1,8 @@
-"""CUDA graphs: work on a GPU that is recorded once it is warm and replayed as one launch from then on.
+"""CUDA graphs: GPU work that is captured after a warm-up and then replayed as one launch.
 
-``record`` records a function. ``Recorder`` decides when, and whether: after ``WARM_UP`` ordinary calls, the last of
-which must not wait for the device. What cannot be recorded keeps running as usual, and the log says so once.
-The module also tells whether Triton kernels can be used (``kernels_work``).
+``record`` captures a function. ``Recorder`` decides when: after ``WARM_UP`` eager calls, the last of which must not
+synchronize with the device. Work that cannot be captured stays eager, and a warning is logged once.
+``kernels_work`` returns whether Triton kernels can be used.
 """
 
 import gc
@@ -23,18 +23,18 @@ from torch import Tensor
 Result = TypeVar("Result")
 _LOG = logging.getLogger(__name__)
 WARM_UP = 3
-"""Ordinary calls before recording: libraries load, kernels are compiled and memory is pooled in them."""
+"""Eager calls before the capture, in which libraries are loaded, kernels compiled and memory is pooled."""
 
 
 @dataclass(frozen=True)
 class Recorded(Generic[Result]):
-    """A graph and what the recorded function returned: memory that every replay writes to."""
+    """A captured graph and the result of the captured function, whose memory every replay overwrites."""
 
     graph: torch.cuda.CUDAGraph
     result: Result
 
     def replay(self) -> Result:
-        """Do the work once more."""
+        """Replay the graph and return its result."""
         self.graph.replay()
         return self.result
 
@@ -46,19 +46,18 @@ def record(
     stream: torch.cuda.Stream | None = None,
     generator: torch.Generator | None = None,
 ) -> Recorded[Result]:
-    """Record a function as a graph; ``RuntimeError`` tells why it cannot be.
+    """Capture a function as a CUDA graph; raises ``RuntimeError`` if it cannot be captured.
 
-    Graphs that were recorded on the same stream share working memory of cuBLAS; those that may be replayed at the same
-    time need a ``stream`` of their own, whose priority their kernels keep wherever they are replayed. ``pool`` is the
-    memory pool of a graph that is never replayed at the same time. A ``generator`` that the function draws from
-    advances with every replay.
+    Graphs captured on the same stream share the cuBLAS workspace. Graphs that may be replayed concurrently need a
+    ``stream`` of their own; their kernels keep its priority on any stream. ``pool`` is the memory pool of another graph
+    that is never replayed concurrently. A ``generator`` that the function draws from advances with every replay.
     """
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
     collecting = gc.isenabled()
     gc.collect()
-    gc.disable()  # freeing a GPU object would break the recording off
+    gc.disable()  # freeing a GPU object would abort the capture
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             result = work()
@@ -69,23 +68,24 @@ def record(
 
 
 class Recorder:
-    """Counts the ordinary calls of some work, and records it once they are enough and nothing speaks against it."""
+    """Counts the eager calls of some work, and decides when to capture it, or to give up."""
 
     def __init__(self, subject: str) -> None:
-        """``subject`` begins the log line that says why nothing is recorded: "the update runs"."""
+        """``subject`` begins the warning that nothing is captured, such as "the update runs"."""
         self._subject = subject
         self.calls = 0
-        """Ordinary calls since recording was last forgotten."""
+        """Eager calls since the last capture was discarded."""
         self.possible = True
-        """Whether work may still be recorded."""
+        """Whether the work may still be captured."""
 
     @property
     def ready(self) -> bool:
-        """Whether it is time to record."""
+        """Whether it is time to capture."""
         return self.possible and self.calls >= WARM_UP
 
     def warm_up(self, work: Callable[[], Result], clean_up: Callable[[], None] = lambda: None) -> Result:
-        """Do the work as usual. If the last call before recording waits for the device, give up, and repeat it."""
+        """Run the work eagerly. If the last call before the capture synchronizes with the device, give up on capturing,
+        call ``clean_up`` and run the work again."""
         self.calls += 1
         if not self.possible or self.calls != WARM_UP:
             return work()
@@ -98,7 +98,7 @@ class Recorder:
         return work()
 
     def attempt(self, recording: Callable[[], Result]) -> Result | None:
-        """Return what ``recording`` returns, or give up and return ``None`` if it raises ``RuntimeError``."""
+        """Return the result of ``recording``; if it raises ``RuntimeError``, give up and return None."""
         try:
             return recording()
         except RuntimeError as error:
@@ -106,7 +106,7 @@ class Recorder:
             return None
 
     def give_up(self, reason: Exception | str) -> None:
-        """Record nothing from now on, and log why."""
+        """Stop capturing permanently, and log the reason."""
         self.possible = False
         first_line = (str(reason) or type(reason).__name__).splitlines()[0]
         _LOG.warning("%s without CUDA graphs, which costs speed: %s", self._subject, first_line)
@@ -114,10 +114,10 @@ class Recorder:
 
 @contextmanager
 def refusing_to_wait() -> Iterator[None]:
-    """Raise ``RuntimeError`` where the host waits for the device: such a thing cannot be recorded."""
+    """Raise ``RuntimeError`` if the host synchronizes with the device, which cannot be captured."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is called a prototype, once
+        warnings.simplefilter("ignore")  # torch warns that this is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -127,29 +127,29 @@ def refusing_to_wait() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The parts of an environment step, which keep their state in tensors that they update in place."""
+    """The parts of an environment step; their state is in tensors that they update in place."""
 
     before: Callable[[Tensor], None]
     """Takes the action and writes the controls."""
     simulate: Callable[[], None]
-    """Advances the physics, which has a graph of its own; is called every time, not recorded."""
+    """Advances the physics, which has its own graph; called every time, not captured."""
     beside: Callable[[], Any]
-    """Draws the reset states that may be needed; needs neither the action nor the physics."""
+    """Draws reset states in advance; depends on neither the action nor the physics."""
     after: Callable[[Tensor, Any], Any]
-    """Takes the action and what ``beside`` returned; measures, rewards and resets; returns the result of the step."""
+    """Takes the action and the result of ``beside``; measures, rewards and resets; returns the result of the step."""
 
     def __call__(self, action: Tensor) -> Any:
-        """Do an ordinary step."""
+        """Run a step eagerly."""
         self.before(action)
         self.simulate()
         return self.after(action, self.beside())
 
 
 class GraphedStep:
-    """An environment step that is replayed once it is warm; ``beside`` then runs while the physics does.
+    """An environment step that is replayed after a warm-up, with ``beside`` concurrent to the physics.
 
-    What the step returns is copied before it is handed out, because the next replay writes to the same memory.
-    ``adopt`` is called after recording and returns what is to be done after every replay.
+    The result is copied before it is returned, because the next replay overwrites its memory. ``adopt`` is called after
+    the capture and returns a function to call after every replay.
     """
 
     def __init__(self, parts: StepParts, adopt: Callable[[], Callable[[], None]]) -> None:
@@ -158,7 +158,7 @@ class GraphedStep:
         self._replay: Callable[[Tensor], Any] | None = None
 
     def __call__(self, action: Tensor) -> Any:
-        """Return what the step returns, in memory of its own."""
+        """Run a step and return its result, which later steps do not overwrite."""
         if self._replay is None and self._recorder.ready:
             self._replay = self._recorder.attempt(lambda: self._record(action))
         if self._replay is None:
@@ -167,7 +167,7 @@ class GraphedStep:
         return self._replay(action)
 
     def _record(self, action: Tensor) -> Callable[[Tensor], Any]:
-        """Record the parts around the physics; return what does a step with them."""
+        """Capture the parts around the physics; return a function that replays a step."""
         parts, own = self._parts, action.clone()
         side = torch.cuda.Stream(action.device)
         before, beside = record(lambda: parts.before(own)), record(parts.beside)
@@ -192,11 +192,11 @@ class GraphedStep:
 
 def _copy(tree: Any) -> Any:
     """Copy all tensors of a nested structure in a few kernels."""
-    twins: dict[int, tuple[Tensor, Tensor]] = {}
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}  # copy and original
 
     def visit(node: Any) -> Any:
         if isinstance(node, Tensor):
-            return twins.setdefault(id(node), (torch.empty_like(node), node))[0]
+            return pairs.setdefault(id(node), (torch.empty_like(node), node))[0]
         if isinstance(node, TensorDictBase):
             source = {key: visit(value) for key, value in node.items()}
             return TensorDict._new_unsafe(source, batch_size=node.batch_size, device=node.device)
@@ -207,12 +207,12 @@ def _copy(tree: Any) -> Any:
         return node
 
     copied = visit(tree)
-    copy_together(*([pair[i] for pair in twins.values()] for i in (0, 1)))
+    copy_together(*([pair[i] for pair in pairs.values()] for i in (0, 1)))
     return copied
 
 
 def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors to others of the same shapes, all of a type in one kernel."""
+    """Copy each source to its target, with one kernel per pair of dtypes."""
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in zip(targets, sources, strict=True):
         group = groups[target.dtype, source.dtype]
@@ -224,7 +224,7 @@ def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 @cache
 def kernels_work(device: torch.device) -> bool:
-    """Tell whether Triton compiles and runs on a device; the log says why not, once."""
+    """Return whether Triton compiles and runs on a device; logs the reason once if not."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     import triton
@@ -239,6 +239,6 @@ def kernels_work(device: torch.device) -> bool:
         with torch.cuda.device(device):
             write_one[(1,)](out)
         return bool(out == 1.0)
-    except (RuntimeError, OSError) as error:  # no compiler on this machine, or a GPU that Triton does not know
+    except (RuntimeError, OSError) as error:  # no C compiler, or a GPU that Triton does not support
         _LOG.warning("our own GPU kernels are not used, which costs speed: %s", error)
         return False

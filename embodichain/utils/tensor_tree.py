@@ -1,12 +1,12 @@
-"""The codec for nested data with tensors in it: plain data and named tensors, or plain data and one block of bytes.
+"""Codec for nested data with tensors: JSON data and named tensors, or JSON data and one block of bytes.
 
-Understood are dicts (any scalar as key), lists, tuples, TensorDicts, tensors, numpy arrays and scalars, strings,
-numbers, booleans and ``None``. What JSON has no word for is an object with one key that begins with ``$``::
+Supported are dicts (with scalar keys), lists, tuples, TensorDicts, tensors, NumPy arrays and scalars, strings, numbers,
+booleans and ``None``. Types that JSON lacks are objects with a key that begins with ``$``::
 
     {"$tensor": "policy/actor.0.weight"}    {"$array": "random/numpy/1"}    {"$tuple": [0.9, 0.999]}
     {"$tensordict": {...}, "$batch": [64]}  {"$items": [[0, {...}]]}        {"$float": "nan"}
 
-Checkpoints store what ``flatten`` returns, channels and Ray send what ``encode`` returns, ranks what ``to_bytes`` does.
+Checkpoints use ``flatten``, channels and Ray use ``encode``, and ranks use ``to_bytes``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from embodichain.errors import CheckpointError
 
 _ALIGNMENT = 64
 _NUMPY_TYPES = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
-"""Types that numpy and torch both know. Whether numpy knows bfloat16 depends on what else a program imports."""
+"""Dtypes of both NumPy and torch. NumPy has bfloat16 only if another package registers it."""
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 def flatten(value: Any, separate: bool = False) -> tuple[Any, dict[str, Tensor]]:
-    """Return ``(JSON data, tensors by name)``; ``separate`` tensors are contiguous, on the CPU and share no memory."""
+    """Return ``(JSON data, tensors by name)``; with ``separate``, tensors are contiguous, on the CPU and share no
+    memory, as safetensors requires."""
     tensors: dict[str, Tensor] = {}
     data, memory = _encode(value, "", tensors), set[int]()
-    for name, tensor in tensors.items() if separate else ():  # safetensors refuses tensors that share memory
+    for name, tensor in tensors.items() if separate else ():
         own = tensor.to("cpu").contiguous()
         tensors[name] = own.clone() if own.untyped_storage().data_ptr() in memory else own
         memory.add(tensors[name].untyped_storage().data_ptr())
@@ -42,7 +43,7 @@ def flatten(value: Any, separate: bool = False) -> tuple[Any, dict[str, Tensor]]
 
 
 def unflatten(data: Any, tensors: Mapping[str, Tensor], device: str | None = None) -> Any:
-    """Invert ``flatten``, with ``device`` for TensorDicts; ``KeyError`` or ``ValueError`` if the parts do not fit."""
+    """Invert ``flatten``, with TensorDicts on ``device``; ``KeyError`` or ``ValueError`` if the parts do not match."""
     if isinstance(data, list):
         return [unflatten(entry, tensors, device) for entry in data]
     if not isinstance(data, dict):
@@ -96,7 +97,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
-    """Keep a tensor and return its name, which is its path."""
+    """Store a tensor under its path and return that name."""
     name = path.strip("/") or "value"
     if name in tensors:  # keys may contain slashes themselves
         name = f"{name}#{len(tensors)}"
@@ -105,7 +106,7 @@ def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
 
 
 class BlockLayout(Generic[Name]):
-    """Where named tensors lie in one block of bytes: one after the other, each on a cache line of its own."""
+    """Layout of named tensors in one block of bytes: consecutive, each aligned to a cache line."""
 
     def __init__(self, tensors: Iterable[tuple[Name, torch.dtype, Sequence[int]]] = ()) -> None:
         self.entries: list[tuple[Name, torch.dtype, list[int], int]] = []
@@ -121,22 +122,22 @@ class BlockLayout(Generic[Name]):
         return cls((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
 
     def views(self, block: Tensor) -> dict[Name, Tensor]:
-        """Return the tensors that lie in a block, uint8 ``[nbytes]`` or more; they share its memory."""
+        """Return views of the tensors in a block of uint8, which has at least ``nbytes`` elements."""
         return {
             name: block[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for name, dtype, shape, offset in self.entries
         }
 
     def write(self, block: Tensor, tensors: Mapping[Name, Tensor]) -> None:
-        """Copy tensors, wherever they are, into a block."""
+        """Copy tensors from any device into a block."""
         for name, view in self.views(block).items():
             view.copy_(tensors[name])
 
 
 def encode(value: Any, allocate: Callable[[int], Tensor] | None = None) -> tuple[dict[str, Any], Tensor]:
-    """Copy the tensors of nested data into one block of bytes; return a description, which is JSON data, and the block.
+    """Copy the tensors of nested data into one block of bytes; return a description as JSON data, and the block.
 
-    ``allocate`` returns uint8 memory of at least the size it is given; it is called if there are tensors.
+    ``allocate(nbytes)`` returns a uint8 tensor of at least ``nbytes``; it is called only if there are tensors.
     """
     data, tensors = flatten(value)
     layout = BlockLayout.of(tensors)
@@ -147,9 +148,9 @@ def encode(value: Any, allocate: Callable[[int], Tensor] | None = None) -> tuple
 
 
 def decode(description: Mapping[str, Any], block: Tensor | None, copy: bool = True, device: str | None = None) -> Any:
-    """Return what was encoded, with ``device`` for TensorDicts; without ``copy`` tensors share the block's memory.
+    """Invert ``encode``, with TensorDicts on ``device``; without ``copy``, tensors are views of the block.
 
-    Copies are numpy's: torch would let other threads take the interpreter with every tensor, however small.
+    NumPy makes the copies because torch would release the GIL for every tensor, however small.
     """
     entries = description["layout"]
     if not entries or block is None:
@@ -177,14 +178,14 @@ def _aligned(nbytes: int) -> int:
 
 
 def to_bytes(value: Any) -> Tensor:
-    """Return nested data as one block of bytes: how long its description is, the description, and the tensors."""
+    """Encode nested data as one block of bytes: the length of its description, the description, and the tensors."""
     description, tensors = encode(value)
-    words = json.dumps(description).encode()
-    head = (len(words).to_bytes(8, "little") + words).ljust(_aligned(8 + len(words)))
+    text = json.dumps(description).encode()
+    head = (len(text).to_bytes(8, "little") + text).ljust(_aligned(8 + len(text)))
     return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), tensors])
 
 
 def from_bytes(message: Tensor) -> Any:
-    """Return what ``to_bytes`` was given."""
+    """Invert ``to_bytes``."""
     end = 8 + int.from_bytes(message[:8].numpy().tobytes(), "little")
     return decode(json.loads(message[8:end].numpy().tobytes()), message[_aligned(end) :])

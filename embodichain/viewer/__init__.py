@@ -1,1 +1,1 @@
-"""The viewer in the browser: a scene in 3D, who acts in it, and what is recorded of it (``embodichain view``)."""
+"""The browser viewer: a 3D scene, a choice of actors, and recording of episodes (``embodichain view``)."""

@@ -1,4 +1,4 @@
-"""The window in the browser: the scene, the controls of playing, plots and images, and the loop that drives them."""
+"""The browser viewer: scene, playback controls, plots, images, and the loop that updates them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from embodichain.viewer.scene import SceneView
 from embodichain.viewer.server import open_server, url_of
 
 DEFAULT_PORT = 8080
-_SLOW_SECONDS = 0.2  # between updates of texts, plots and images
+_SLOW_SECONDS = 0.2  # between updates of text, plots and images
+_AXIS_WIDTH = 64
+"""Width of a plot's y-axis in pixels: enough for -0.0001."""
 _PLOT_STEPS, _PLOT_UNIT = 300, 50
-"""Most steps of a plot, and of what its x-axis shows a multiple."""
+"""Maximum number of steps in a plot, and the step by which its x-axis grows."""
 _COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 
 
 class Viewer:
-    """Serves one source of frames to every browser that opens its address."""
+    """Serves one source of frames to all connected browsers."""
 
     def __init__(self, source: Source, host: str = "127.0.0.1", port: int = DEFAULT_PORT, rate: float = 30.0) -> None:
-        """Serve a source; ``rate`` is how many times in a second what is shown may change."""
+        """Serve a source; ``rate`` is the maximum number of scene updates per second."""
         self.source, self.playback = source, Playback(source)
         self.server = open_server(host, port)
         self.url = url_of(host, self.server.get_port())
@@ -42,7 +44,7 @@ class Viewer:
         self.scene: SceneView | None = None
         self._decorate()
         if not source.ends:
-            self.playback.step()  # the scene is arranged for what is to be seen
+            self.playback.step()  # the first frame determines the layout of the scene
         self._build()
 
     def _decorate(self) -> None:
@@ -50,7 +52,7 @@ class Viewer:
         server.gui.configure_theme(
             control_width="medium", show_logo=False, show_share_button=False, brand_color=(37, 99, 235)
         )
-        server.gui.main_panel.dock_right()  # beside the scene, and not over it
+        server.gui.main_panel.dock_right()  # beside the scene instead of over it
         server.gui.set_panel_label(f"EmbodiChain: {self.source.title}")
         server.scene.set_up_direction("+z")
         server.scene.configure_environment_map("warehouse", environment_intensity=0.45)
@@ -76,7 +78,7 @@ class Viewer:
         self._show()
 
     def rebuild_scene(self) -> None:
-        """Draw the model of the source, which may be another one than before."""
+        """Draw the model of the source, which may have changed."""
         if self.scene is not None:
             self.scene.remove()
             self.scene = None
@@ -108,11 +110,17 @@ class Viewer:
         gui.add_command("Step back", hotkey="backspace").on_trigger(self.later(lambda: self._jump("<")))
 
     def _add_plot(self, title: str) -> Any:
+        uplot: Any = require("viser.uplot", extra="viewer")
         return self.server.gui.add_uplot(
-            (np.zeros(2), np.zeros(2)), _series(1), title=title, scales=_scales(0, _PLOT_UNIT), aspect=1.7
+            (np.zeros(2), np.zeros(2)),
+            _series(1),
+            title=title,
+            scales=_scales(0, _PLOT_UNIT),
+            axes=(uplot.Axis(), uplot.Axis(size=_AXIS_WIDTH)),
+            aspect=1.7,
         )
 
-    # --- what the panel asks for ------------------------------------------------------------------------------------
+    # --- callbacks of the panel -------------------------------------------------------------------------------------
 
     def later(self, work: Callable[[], None]) -> Callable[[object], None]:
         return lambda event: self._work.put(work)
@@ -128,7 +136,7 @@ class Viewer:
         playback = self.playback
         playback.playing = not playback.playing
         if playback.playing and self.source.ends and playback.cursor >= len(playback.frames) - 1:
-            playback.cursor = 0  # once more
+            playback.cursor = 0  # replay from the start
 
     def _jump(self, where: str) -> None:
         playback = self.playback
@@ -142,7 +150,7 @@ class Viewer:
         self._dirty = True
 
     def _scrub(self, event: Any) -> None:
-        if event.client is not None:  # and not this program, which moves it while it plays
+        if event.client is not None:  # moved by a user, not by the playback
             self._work.put(lambda: self._go_to(int(self._slider.value)))
 
     def _go_to(self, index: int) -> None:
@@ -154,7 +162,7 @@ class Viewer:
         self._redraw()
 
     def _redraw(self) -> None:
-        self._dirty, self._shown_frame = True, None  # plots and images as well
+        self._dirty, self._shown_frame = True, None  # plots and images, too
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -164,7 +172,7 @@ class Viewer:
         while not self._stop.is_set():
             now = time.monotonic()
             self._do_work()
-            is_watched = bool(self.server.get_clients())  # nobody pays for a simulation that nobody sees
+            is_watched = bool(self.server.get_clients())  # do not simulate without clients
             if (is_watched and self.playback.play(now - before)) or self._dirty:
                 self._show()
             if now - slow > _SLOW_SECONDS:
@@ -178,7 +186,7 @@ class Viewer:
         self._stop.set()
 
     def close(self) -> None:
-        """Stop serving, and release what the source holds."""
+        """Stop the server and close the source."""
         self._stop.set()
         self.source.close()
         self.server.stop()
@@ -196,7 +204,7 @@ class Viewer:
             self._show_screen(next(iter(frame.images.values())))
 
     def _show_screen(self, image: NDArray[np.uint8]) -> None:
-        """Show an image in the place of a scene that is not known."""
+        """Show an image instead of a scene, for environments without a model."""
         if self._screen is None:
             height, width = image.shape[0] / image.shape[1], 1.0
             upright = (np.sqrt(0.5), -np.sqrt(0.5), 0.0, 0.0)
@@ -208,7 +216,7 @@ class Viewer:
         self._screen.image = image
 
     def _show_slow(self) -> None:
-        """Bring to the panel what need not change thirty times in a second."""
+        """Update the parts of the panel that need not change in every frame."""
         playback, frame = self.playback, self.playback.frame
         label = "Pause" if playback.playing else "Play"
         if self._play.label != label:
@@ -245,7 +253,7 @@ class Viewer:
         rewards = self._columns(frames, "reward") if "reward" in frame.signals else None
         chosen = self._signal.value if self._signal.value in frame.signals else names[0]
         columns = self._columns(frames, chosen)
-        with self.server.atomic():  # a page must not draw numbers over the steps or names of others
+        with self.server.atomic():  # keep steps, names and values consistent
             self._set_range(columns[0])
             if self._plotted != (chosen, len(columns)):
                 self._plotted = chosen, len(columns)
@@ -255,10 +263,10 @@ class Viewer:
                 self._plot_rewards.data = rewards
 
     def _set_range(self, steps: NDArray[np.float64]) -> None:
-        """Show the steps that there are, in both plots.
+        """Set the x-range of both plots to the steps of the data.
 
-        The range is told, and changes seldom: one that the page finds itself follows the part of the data that is
-        shown, and is wrong for good when data arrive before a plot is drawn for the first time.
+        The range is explicit and changes rarely. An automatic one would follow the visible part of the data, and stay
+        wrong if data arrive before the plot is first drawn.
         """
         first = int(steps.min()) // _PLOT_UNIT * _PLOT_UNIT
         last = max(-(-int(steps.max()) // _PLOT_UNIT) * _PLOT_UNIT, first + _PLOT_UNIT)
@@ -267,7 +275,7 @@ class Viewer:
             self._plot.scales = self._plot_rewards.scales = _scales(first, last)
 
     def _columns(self, frames: Sequence[ViewFrame], name: str) -> tuple[NDArray[np.float64], ...]:
-        """Return the steps, and the numbers of a signal of the watched env over them, at most one for each colour."""
+        """Return the steps, and one array per component of a signal of the watched env, at most one per colour."""
         env = self.source.watched
         rows = [
             np.atleast_1d(np.asarray(frame.signals[name][env], np.float64)) for frame in frames if name in frame.signals
@@ -290,7 +298,7 @@ class Viewer:
 
 
 def _series(count: int) -> tuple[Any, ...]:
-    """Return how the lines of a plot look."""
+    """Return the line styles of a plot."""
     uplot: Any = require("viser.uplot", extra="viewer")
     lines = [uplot.Series(label=str(i), stroke=_COLORS[i % len(_COLORS)], width=2) for i in range(count)]
     return (uplot.Series(label="step"), *lines)
@@ -302,6 +310,6 @@ def _scales(first: int, last: int) -> dict[str, Any]:
 
 
 def _enlarged(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return small images with larger pixels: a browser would blur them."""
+    """Return small images with enlarged pixels, which a browser would blur otherwise."""
     factor = max(1, 256 // max(image.shape[:2]))
     return image if factor == 1 else image.repeat(factor, axis=0).repeat(factor, axis=1)

@@ -1,4 +1,4 @@
-"""What a MuJoCo model looks like: the geoms of each body as triangles, in one mesh for each of its colours."""
+"""Converts a MuJoCo model to triangle meshes: one mesh per body and colour."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from embodichain.extras import require
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _SHOWN_GROUPS = 3
-"""Geoms of these first groups are shown, as in MuJoCo's own viewer; later ones are collision shapes by custom."""
+"""Only geoms of the first groups are visible, as in MuJoCo's viewer; others are usually collision geoms."""
 _SEGMENTS = 32
-_PLANE_SIZE = 5.0  # metres to each side, of a plane without an end
+_PLANE_SIZE = 5.0  # half size in metres of an infinite plane
 
 
 @dataclass(frozen=True)
 class Part:
-    """Triangles of one colour that move with a body."""
+    """Triangles of one colour, fixed to a body."""
 
     body: int
     color: tuple[int, int, int]
     opacity: float
     vertices: Floats
-    """``[n, 3]``, in the frame of the body; faces share no vertices across an edge that is to be seen."""
+    """``[n, 3]``, in the frame of the body; faces at a visible edge do not share vertices."""
     faces: Ints
     """``[m, 3]``."""
 
 
 def find_parts(model: mujoco.MjModel) -> list[Part]:
-    """Return what is to be seen of a model; the ground is not among it, see :func:`ground_height`."""
+    """Return the visible parts of a model, except the ground, see :func:`ground_height`."""
     found: dict[tuple[int, tuple[float, ...]], list[tuple[Floats, Ints]]] = defaultdict(list)
     for geom in range(model.ngeom):
         rgba = geom_color(model, geom)
@@ -60,7 +60,7 @@ def _joined(body: int, rgba: tuple[float, ...], pieces: list[tuple[Floats, Ints]
 
 
 def is_ground(model: mujoco.MjModel, geom: int) -> bool:
-    """Tell whether a geom is a level plane that belongs to the world."""
+    """Return whether a geom is a horizontal plane of the world."""
     if int(model.geom_type[geom]) != int(mujoco.mjtGeom.mjGEOM_PLANE) or int(model.geom_bodyid[geom]) != 0:
         return False
     rotation = np.empty(9)
@@ -69,13 +69,13 @@ def is_ground(model: mujoco.MjModel, geom: int) -> bool:
 
 
 def ground_height(model: mujoco.MjModel) -> float | None:
-    """Return where the ground is, if there is one."""
+    """Return the height of the ground, if there is one."""
     heights = [float(model.geom_pos[geom][2]) for geom in range(model.ngeom) if is_ground(model, geom)]
     return min(heights) if heights else None
 
 
 def geom_color(model: mujoco.MjModel, geom: int) -> Floats:
-    """Return red, green, blue and opacity of a geom, in [0, 1]; of a texture, the mean."""
+    """Return red, green, blue and opacity of a geom, in [0, 1]; for a texture, the mean."""
     material = int(model.geom_matid[geom])
     if material < 0:
         return model.geom_rgba[geom].astype(np.float64)
@@ -95,7 +95,7 @@ def _mean_color(model: mujoco.MjModel, texture: int) -> Floats:
 
 
 def _triangles(model: mujoco.MjModel, geom: int) -> tuple[Floats, Ints] | None:
-    """Return vertices and faces of a geom in its own frame; ``None`` for shapes that are not drawn."""
+    """Return vertices and faces of a geom in its own frame; ``None`` for unsupported shapes."""
     shapes: Any = require("trimesh", extra="viewer").creation
     kind, size, types = int(model.geom_type[geom]), model.geom_size[geom], mujoco.mjtGeom
     if kind == int(types.mjGEOM_BOX):
@@ -120,7 +120,7 @@ def _triangles(model: mujoco.MjModel, geom: int) -> tuple[Floats, Ints] | None:
 
 
 def _faceted(mesh: Any) -> tuple[Floats, Ints]:
-    """Return triangles that share no vertices, so that every edge is seen."""
+    """Return triangles without shared vertices, for flat shading."""
     vertices = np.asarray(mesh.vertices)[np.asarray(mesh.faces)].reshape(-1, 3)
     return vertices, np.arange(len(vertices)).reshape(-1, 3)
 
@@ -144,7 +144,7 @@ def _cylinder(radius: float, half: float) -> tuple[Floats, Ints]:
 
 
 def _mesh(model: mujoco.MjModel, mesh: int) -> tuple[Floats, Ints]:
-    """Return the triangles of a mesh; each corner has a vertex of its own where faces meet at an angle."""
+    """Return the triangles of a mesh; vertices are duplicated where faces meet at an angle."""
     begin, count = int(model.mesh_vertadr[mesh]), int(model.mesh_vertnum[mesh])
     vertices = model.mesh_vert[begin : begin + count].astype(np.float64)
     begin, count = int(model.mesh_faceadr[mesh]), int(model.mesh_facenum[mesh])
@@ -167,7 +167,7 @@ def _height_field(model: mujoco.MjModel, field: int) -> tuple[Floats, Ints]:
 
 
 def bounds_of(parts: list[Part], positions: Floats, quaternions: Floats) -> tuple[Floats, Floats]:
-    """Return the corners of the box that holds all parts, where bodies are ``[nbody, 3]`` and ``[nbody, 4]``."""
+    """Return the corners of the bounding box of all parts, for body poses ``[nbody, 3]`` and ``[nbody, 4]``."""
     boxes = list(_boxes(parts, positions, quaternions))
     if not boxes:
         return np.full(3, -0.5), np.full(3, 0.5)

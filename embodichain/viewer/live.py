@@ -1,4 +1,4 @@
-"""Looks into a running job: the environments that its processes publish, as long as a browser is open."""
+"""Shows a running job: the environments that its processes publish while a browser is connected."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from embodichain.viewer.scene import Pose, SceneView
 _WATCH_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 _NICE = 15
-"""On a processor that the job keeps busy, this process gets a thirtieth of it: enough to watch, too little to harm."""
+"""On a busy core this process gets about a thirtieth of the time: enough to watch without slowing down the job."""
 
 
 @dataclass
 class Published:
-    """An environment of the job."""
+    """A published environment of the job."""
 
     label: str
     model: mujoco.MjModel
@@ -35,7 +35,7 @@ class Published:
 
 
 class LiveJob:
-    """The environments of another process; nothing here changes what it does."""
+    """Reads the environments of another process without affecting it."""
 
     watched, ends, seconds = 0, False, 1.0 / 30.0
 
@@ -54,15 +54,15 @@ class LiveJob:
         self._choice: Any = None
         self._text: Any = None
         self._rate = (time.monotonic(), 0, 0.0)
-        self._yields = False
+        self._is_nice = False
 
     @property
     def orphaned(self) -> bool:
-        """Whether the job is gone."""
+        """Whether the job has exited."""
         return os.getppid() != self._parent
 
     def _look(self) -> None:
-        """Find environments that are new."""
+        """Find new environments."""
         for file in sorted(self._folder.glob("*_*.json")):
             if file.stem not in self._published:
                 self._published[file.stem] = self._open(file)
@@ -82,7 +82,7 @@ class LiveJob:
         return Published(label, model, states, about["camera"], about["shown"])
 
     def choose(self, name: str) -> None:
-        """Watch another one of the environments."""
+        """Watch another environment."""
         self._watch(False)
         self._chosen, found = name, self._published[name]
         self.model, self.camera, self.num_envs = found.model, found.camera, found.num_envs
@@ -102,7 +102,7 @@ class LiveJob:
             return None
         self._sequence = sequence
         qpos, mocap, step, reward = copies
-        return ViewFrame(Pose(qpos, mocap), step.astype(np.int64), {"reward": reward})
+        return ViewFrame(Pose(qpos, mocap), step.astype(np.int64), {"reward": np.where(step == 0, 0.0, reward)})
 
     def add_controls(self, panel: Panel) -> None:
         self._panel = panel
@@ -115,10 +115,10 @@ class LiveJob:
     def _others(self, client: Any) -> list[int]:
         return [number for number in self._panel.server.get_clients() if number != client.client_id]
 
-    def _watch(self, somebody: bool) -> None:
-        """Ask for states, or for no more."""
+    def _watch(self, watching: bool) -> None:
+        """Request states, or stop requesting them."""
         if self._chosen is not None:
-            self._published[self._chosen].states.watch(_WATCH_SECONDS if somebody else 0.0)
+            self._published[self._chosen].states.watch(_WATCH_SECONDS if watching else 0.0)
 
     def _chosen_in_panel(self) -> None:
         for name, found in self._published.items():
@@ -127,16 +127,16 @@ class LiveJob:
 
     def refresh(self) -> None:
         now = time.monotonic()
-        if not self._yields:  # from now on; starting should not take minutes
-            self._yields = True
+        if not self._is_nice:  # only now, so that starting is fast
+            self._is_nice = True
             os.nice(_NICE - os.nice(0))
         if now - self._looked > _LOOK_SECONDS:
             self._looked = now
             self._look()
-        somebody = self._panel is not None and bool(self._panel.server.get_clients())
+        watching = self._panel is not None and bool(self._panel.server.get_clients())
         found = None if self._chosen is None else self._published[self._chosen]
         if found is not None:
-            self._watch(somebody)
+            self._watch(watching)
             self._show_rate(found, now)
         elif self._text is not None and not self._text.content:
             self._text.content = (

@@ -1,4 +1,4 @@
-"""What is shown: frames one after the other, kept so that a person can go back, from a source that has more of them."""
+"""Playback: frames of a source, kept so that a user can go back."""
 
 from __future__ import annotations
 
@@ -13,99 +13,99 @@ from numpy.typing import NDArray
 from embodichain.viewer.scene import Pose, SceneView
 
 MAX_FRAMES = 2000
-"""Frames that are kept; the oldest go first."""
+"""Maximum number of frames kept; the oldest are dropped."""
 _MAX_IMAGE_FRAMES = 400
-"""Of the last so many frames images are kept, too."""
+"""Number of recent frames that keep their images."""
 
 
 @dataclass(frozen=True)
 class ViewFrame:
-    """One moment of all envs."""
+    """The state of all envs at one step."""
 
     pose: Pose | None
-    """Where everything is; ``None`` where that is not known."""
+    """Poses of all bodies; ``None`` if unknown."""
     step: NDArray[np.int64]
-    """How many steps the episode of each env has had, ``[num_envs]``."""
+    """Step of each env's episode, ``[num_envs]``."""
     signals: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Numbers ``[num_envs]`` or ``[num_envs, n]``: rewards, observations, actions."""
+    """Arrays ``[num_envs]`` or ``[num_envs, n]``: rewards, observations, actions."""
     images: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
-    """What the cameras of the watched env see, ``[H, W, 3]``."""
+    """Camera images of the watched env, ``[H, W, 3]``."""
     note: str = ""
-    """What is worth saying about the watched env."""
+    """A message about the watched env."""
 
 
 class Source(Protocol):
-    """Where frames come from."""
+    """A source of frames."""
 
     title: str
     num_envs: int
     model: mujoco.MjModel | None
-    """What is drawn in 3D, if it is known."""
+    """The model to draw in 3D, if known."""
     camera: str | None
-    """The camera of the model from whose side it is looked at."""
+    """Camera of the model that defines the initial view."""
     seconds: float
-    """Simulated time of a step."""
+    """Simulated seconds per step."""
     watched: int
-    """The env whose signals and images are shown."""
+    """Index of the env whose signals and images are shown."""
     scene: SceneView | None
-    """The scene in which it is shown."""
+    """The scene that shows it."""
     ends: bool
-    """Whether there is a last frame, after which playing stops."""
+    """Whether there is a last frame, at which playback stops."""
 
     def advance(self) -> ViewFrame | None:
-        """Return the next frame; ``None`` if there is none, or none yet."""
+        """Return the next frame, or ``None`` if there is none (yet)."""
 
     def add_controls(self, panel: Panel) -> None:
-        """Add what is particular to this source to the panel."""
+        """Add the controls of this source to the panel."""
 
     def refresh(self) -> None:
-        """Bring texts of the panel up to date; called a few times in a second."""
+        """Update texts of the panel; called a few times per second."""
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release resources."""
 
 
 class Panel(Protocol):
-    """What a source can do with the viewer."""
+    """The interface of the viewer for a source."""
 
     server: Any
     """The viser server."""
     playback: Playback
 
     def later(self, work: Callable[[], None]) -> Callable[[object], None]:
-        """Return a callback for the GUI that lets the viewer's own thread do some work."""
+        """Return a GUI callback that runs ``work`` in the viewer's thread."""
 
     def offset(self, env: int) -> NDArray[np.float64]:
-        """Return where an env stands in the scene."""
+        """Return the position of an env in the scene, ``[3]``."""
 
     def say(self, text: str, bad: bool = False) -> None:
-        """Show a message to everybody who watches."""
+        """Show a notification to all clients."""
 
 
 class Playback:
-    """The frames so far and which of them is shown; playing goes on where one is, and then with new frames."""
+    """The frames so far and the one that is shown; playing continues from there, then with new frames."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.frames: list[ViewFrame] = []
         self.cursor = -1
-        """Index of the frame that is shown."""
+        """Index of the shown frame."""
         self.playing = True
         self.speed = 1.0
         self._due = 0.0
 
     @property
     def frame(self) -> ViewFrame | None:
-        """The frame that is shown."""
+        """The shown frame."""
         return self.frames[self.cursor] if 0 <= self.cursor < len(self.frames) else None
 
     def clear(self) -> None:
-        """Forget all frames."""
+        """Drop all frames."""
         self.frames.clear()
         self.cursor, self._due = -1, 0.0
 
     def add(self, frame: ViewFrame) -> None:
-        """Append a frame, and show it if the last one is shown."""
+        """Append a frame, and show it if the last one was shown."""
         follows = self.cursor == len(self.frames) - 1
         self.frames.append(frame)
         old = len(self.frames) - 1 - _MAX_IMAGE_FRAMES
@@ -119,7 +119,7 @@ class Playback:
             self.cursor = len(self.frames) - 1
 
     def step(self) -> bool:
-        """Go on by one frame; tell whether there was one."""
+        """Advance by one frame; return whether there was one."""
         if self.cursor < len(self.frames) - 1:
             self.cursor += 1
             return True
@@ -130,7 +130,7 @@ class Playback:
         return True
 
     def play(self, elapsed: float, most: int = 8) -> bool:
-        """Go on by the frames that are due after some seconds, ``most`` at once; tell whether another one is shown."""
+        """Advance by the frames due after some seconds, at most ``most``; return whether the shown frame changed."""
         if not self.playing:
             self._due = 0.0
             return False
@@ -147,19 +147,19 @@ class Playback:
         return moved
 
     def go_to(self, index: int) -> None:
-        """Show another one of the frames, and pause."""
+        """Show the frame at an index, and pause."""
         self.playing = False
         self.cursor = min(max(index, 0), len(self.frames) - 1)
 
     def episode_begin(self) -> int:
-        """Return the index of the first frame of the episode that is shown, of the watched env."""
+        """Return the index of the first frame of the shown episode of the watched env."""
         env, index = self.source.watched, self.cursor
         while index > 0 and self.frames[index].step[env] == self.frames[index - 1].step[env] + 1:
             index -= 1
         return max(index, 0)
 
     def episode_end(self) -> int:
-        """Return the index of the last frame of that episode, as far as it is known."""
+        """Return the index of the last known frame of that episode."""
         env, index = self.source.watched, self.cursor
         while index + 1 < len(self.frames) and self.frames[index + 1].step[env] == self.frames[index].step[env] + 1:
             index += 1
@@ -167,7 +167,7 @@ class Playback:
 
 
 def to_image(values: NDArray[Any]) -> NDArray[np.uint8] | None:
-    """Return what a camera sees as RGB: colours as they are, distances and ids in shades of grey."""
+    """Convert a camera observation to RGB; depth and segmentation become grey. ``None`` if it is not an image."""
     if values.ndim == 3 and values.shape[0] in (1, 3) and values.shape[2] not in (1, 3):
         values = np.moveaxis(values, 0, -1)
     if values.ndim == 2:

@@ -1,4 +1,4 @@
-"""Shows the episodes of a LeRobot folder: in 3D where the simulation's positions were recorded, else their images."""
+"""Replays the episodes of a LeRobot folder: in 3D if simulation states were recorded, else their images."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from numpy.typing import NDArray
 
 from embodichain.agents.datasets.frames import Frames, Key
 from embodichain.agents.datasets.lerobot import LeRobotReader
+from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.publishing import positions
-from embodichain.envs.registration import make
+from embodichain.envs.registration import make, unknown_id
 from embodichain.envs.task_env import TaskEnv
-from embodichain.errors import DatasetError, EmbodiChainError
+from embodichain.errors import ConfigError, DatasetError, EmbodiChainError, UnknownNameError
 from embodichain.viewer.playback import Panel, ViewFrame, to_image
 from embodichain.viewer.scene import Pose, SceneView
 
 SCENE_FILE = Path("meta", "embodichain_scene.json")
-"""File of a dataset with the settings of the environment that its positions belong to."""
+"""File in a dataset with the settings of the environment to which its states belong."""
 QPOS: Key = ("simulation", "qpos")
 MOCAP: Key = ("simulation", "mocap")
-"""Where frames have the positions of all joints, and the poses of mocap bodies one after the other."""
+"""Keys of all joint positions, and of the concatenated mocap poses."""
 _NO_SIGNALS: tuple[Key, ...] = (QPOS, MOCAP, ("terminated",), ("truncated",))
 _MAX_SIGNAL = 64
 
 
 def states_of(env: TaskEnv) -> Frames:
-    """Return the positions of the simulation as arrays of a frame, ``[num_envs, n]``."""
+    """Return the simulation states as arrays of a frame, ``[num_envs, n]``."""
     return state_frames(Pose(*positions(env, env.num_envs)))
 
 
 def state_frames(pose: Pose) -> Frames:
-    """Return positions as arrays of a frame."""
+    """Return a pose as arrays of a frame."""
     frames: Frames = {QPOS: torch.from_numpy(pose.qpos)}
     if pose.mocap.shape[1]:
         frames[MOCAP] = torch.from_numpy(pose.mocap.reshape(len(pose.mocap), -1))
@@ -45,14 +46,41 @@ def state_frames(pose: Pose) -> Frames:
 
 
 def write_scene(root: Path, cfg: GymCfg) -> None:
-    """Write to a dataset which environment the recorded positions belong to."""
+    """Write to a dataset which environment its states belong to."""
     file = root / SCENE_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"gym_config": cfg.to_dict()}, indent=2) + "\n", encoding="utf-8")
 
 
+def robot_name(env: TaskEnv) -> str | None:
+    """Return the name of an environment's robot, or the names of its robots."""
+    if env.robot is None:
+        return bytes(env.physics.model.names).split(b"\0")[0].decode() or None  # the name of the model
+    robot = env.cfg.robot
+    files = [Path(arm.mjcf).stem if arm.mjcf else getattr(arm, "uid", None) for arm in (robot, *robot.arms.values())]
+    named = [name for name in dict.fromkeys(files[1:]) if name]
+    return "+".join(named) or files[0]
+
+
+def number_names(env: TaskEnv) -> dict[Key, list[str]]:
+    """Return the names of joints and action components, without the prefix of the scene."""
+    if env.robot is None or not isinstance(manager := env.action_manager, RobotActionManager):
+        motors = [env.physics.model.actuator(i).name for i in range(env.physics.model.nu)]
+        return {("action",): motors} if all(motors) else {}
+    joints: list[str] = []
+    actions: list[str] = []
+    for key, arm in env.robot.arms.items():
+        prefix = f"{key}_" if len(env.robot.arms) > 1 else ""
+        own, fingers = ([name.rpartition("/")[2] for name in names] for names in (arm.joints, arm.fingers))
+        joints += [prefix + name for name in (*own, *fingers)]
+        moves = own if manager.action_type != "ee_delta" else ["x", "y", "z", "rx", "ry", "rz"]
+        moves = moves[: manager.arms[key].term.dim]
+        actions += [prefix + name for name in (*moves, *(["gripper"] if fingers else []))]
+    return {("observation", "robot", "qpos"): joints, ("observation", "robot", "qvel"): joints, ("action",): actions}
+
+
 class Recording:
-    """The episodes of a folder, one after the other."""
+    """The episodes of a folder, in order."""
 
     num_envs, watched, ends = 1, 0, True
 
@@ -65,15 +93,20 @@ class Recording:
         self.camera: str | None = None
         self.scene: SceneView | None = None
         self.problem: str | None = None
-        """Why there is no scene in 3D although positions were recorded."""
+        """Why there is no 3D scene although states were recorded."""
         if any(leaf.key == QPOS for leaf in self._reader.layout.leaves):
             self._open_scene(root, trusted_modules)
         self._panel: Panel | None = None
+        self._first = episode
         self._frames = self._load(episode)
         self._next = 0
 
     def _open_scene(self, root: Path, trusted_modules: Sequence[str]) -> None:
-        """Build the model that the recorded positions belong to."""
+        """Build the model of the recorded states."""
+        if not (root / SCENE_FILE).is_file():
+            self.problem = "No scene in 3D: the recording has none. 'embodichain record ... --states' records one."
+            return
+        config: Any = None
         try:
             config = json.loads((root / SCENE_FILE).read_text(encoding="utf-8"))["gym_config"]
             config = {**config, "num_envs": 1, "device": "cpu"}
@@ -83,6 +116,11 @@ class Recording:
                 self.model, self.camera = env.physics.model, env.task.camera
         except (EmbodiChainError, OSError, ValueError, KeyError, TypeError) as error:
             self.problem = f"No scene in 3D: {error}"
+            if isinstance(error, UnknownNameError | ConfigError) and isinstance(config, dict):
+                name = config.get("id")
+                if isinstance(name, str) and unknown_id(name):
+                    module = f"--trust MODULE, with the module or file that registers {name!r}"
+                    self.problem = f"No scene in 3D: add {module}, the environment of the recording."
             return
         shape = self._reader.layout.shape_of(*QPOS)
         mocap = self._reader.layout.shape_of(*MOCAP) or (0,)
@@ -126,7 +164,7 @@ class Recording:
         return self._frames[self._next - 1]
 
     def show(self, episode: int) -> None:
-        """Show another episode from its beginning."""
+        """Show another episode from its start."""
         self._frames, self._next = self._load(episode), 0
         if self._panel is not None:
             self._panel.playback.clear()
@@ -134,7 +172,7 @@ class Recording:
             self._panel.playback.playing = True
 
     def _fill(self, panel: Panel) -> None:
-        """Give all frames at once, so that one can go to any of them."""
+        """Add all frames at once, so that the user can go to any of them."""
         while panel.playback.step():
             pass
         panel.playback.cursor = 0
@@ -142,7 +180,7 @@ class Recording:
     def add_controls(self, panel: Panel) -> None:
         self._panel, last = panel, len(self._reader) - 1
         if last:
-            number = panel.server.gui.add_slider("Episode", 0, last, 1, 0)
+            number = panel.server.gui.add_slider("Episode", 0, last, 1, self._first)
             number.on_update(panel.later(lambda: self.show(int(number.value))))
         self._fill(panel)
 

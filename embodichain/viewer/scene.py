@@ -1,4 +1,4 @@
-"""A MuJoCo model in the browser: many envs side by side, and the mouse that pulls at a body."""
+"""Draws a MuJoCo model in the browser: many envs side by side, and a mouse that drags bodies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from embodichain.viewer.geometry import Floats, bounds_of, find_parts, ground_height
 
 MAX_ENVS = 64
-"""More envs than a browser shows at once without effort."""
-_GAP, _LEAST_SPACING = 0.35, 0.8  # metres between envs, and between their middles
+"""Maximum number of envs that a browser shows smoothly."""
+_GAP, _LEAST_SPACING = 0.35, 0.8  # metres between envs, and between their centres
 _VIEW = np.array([0.62, -0.66, 0.42])
 _GROUND, _LINES = (236, 239, 244), (205, 211, 222)
 _PULL_COLOR = (255, 120, 30)
@@ -22,7 +22,7 @@ _PULL_COLOR = (255, 120, 30)
 
 @dataclass(frozen=True)
 class Pose:
-    """Where everything is in all envs."""
+    """Joint positions and mocap poses of all envs."""
 
     qpos: NDArray[np.float64]
     """``[num_envs, nq]``."""
@@ -32,18 +32,18 @@ class Pose:
 
 @dataclass(frozen=True)
 class Pull:
-    """The mouse pulls at a point of a body."""
+    """A mouse drag at a point of a body."""
 
     env: int
     body: int
     point: Floats
-    """Where on the body, ``[3]``, in its own frame."""
+    """Point on the body, ``[3]``, in its frame."""
     target: Floats
-    """Where the mouse is, ``[3]``, in the frame of the env."""
+    """Position of the mouse, ``[3]``, in the frame of the env."""
 
 
 class SceneView:
-    """Draws one model in ``num_envs`` places; every part of a body is one mesh with an instance for each env."""
+    """Draws one model for ``num_envs`` envs; every part is one mesh with an instance per env."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class SceneView:
         camera: str | None = None,
         pose: Pose | None = None,
     ) -> None:
-        """Draw the model; ``pose`` is what the arrangement has to have room for."""
+        """Draw the model; the layout leaves room for ``pose``."""
         self.model, self.num_envs = model, num_envs
         self.pull: Pull | None = None
         self._server, self._data = server, mujoco.MjData(model)
@@ -70,7 +70,7 @@ class SceneView:
         ]
         self._positions = np.repeat(self._data.xpos[None], num_envs, axis=0) + self.offsets[:, None]
         self._quaternions = np.repeat(self._data.xquat[None], num_envs, axis=0)
-        """Where the bodies of all envs are shown, ``[num_envs, nbody, 3]`` and ``[num_envs, nbody, 4]``."""
+        """Shown poses of all bodies, ``[num_envs, nbody, 3]`` and ``[num_envs, nbody, 4]``."""
         self._handles = [self._add(number) for number in range(len(self._parts))]
         self._line = server.scene.add_line_segments(
             "/pull",
@@ -88,7 +88,7 @@ class SceneView:
         self._place_camera(camera)
 
     def _arrange(self) -> Floats:
-        """Return where the envs stand, ``[num_envs, 3]``: in rows, the first one at the origin if it is the only."""
+        """Return the positions of the envs, ``[num_envs, 3]``: in rows, centred at the origin."""
         size = np.maximum(self.high - self.low + _GAP, _LEAST_SPACING)[:2]
         columns = max(1, math.ceil(math.sqrt(self.num_envs * size[1] / size[0])))
         rows = math.ceil(self.num_envs / columns)
@@ -125,7 +125,7 @@ class SceneView:
             if self.pull is None or event.phase == "start":
                 way = np.asarray(event.start_position) - self._positions[env, part.body]
                 point = _rotation(self._quaternions[env, part.body]).T @ way
-            else:  # the body has moved since, and takes the point along
+            else:  # keep the point on the moving body
                 point = self.pull.point
             self.pull = Pull(env, part.body, point, np.asarray(event.end_position) - self.offsets[env])
 
@@ -151,14 +151,14 @@ class SceneView:
         )
 
     def _place_camera(self, camera: str | None) -> None:
-        """Look at all envs from the side where the task's own camera stands, or from a corner."""
+        """Look at all envs from the direction of the task's camera, or from a corner."""
         low, high = self.low + self.offsets.min(axis=0), self.high + self.offsets.max(axis=0)
         view = _VIEW / np.linalg.norm(_VIEW)
         index = -1 if camera is None else mujoco.mj_name2id(self.model, int(mujoco.mjtObj.mjOBJ_CAMERA), camera)
         if index >= 0 and self.model.cam_bodyid[index] == 0:
             mujoco.mj_camlight(self.model, self._data)
             view = self._data.cam_xmat[index].reshape(3, 3)[:, 2]
-            if self.num_envs > 1 and view[2] < 0.35:  # those behind are seen from above
+            if self.num_envs > 1 and view[2] < 0.35:  # look down, so that rear envs are visible
                 view = np.array([*(view[:2] / (np.linalg.norm(view[:2]) + 1e-9)), 0.55])
                 view /= np.linalg.norm(view)
         middle, radius = 0.5 * (low + high), 0.5 * float(np.linalg.norm(high - low))
@@ -170,7 +170,7 @@ class SceneView:
         start.near = 0.01
 
     def show(self, pose: Pose) -> None:
-        """Put all envs where they are."""
+        """Show a pose of all envs."""
         positions = np.empty((self.num_envs, self.model.nbody, 3))
         quaternions = np.empty((self.num_envs, self.model.nbody, 4))
         for env in range(self.num_envs):
@@ -185,7 +185,7 @@ class SceneView:
             self._show_pull()
 
     def load(self, pose: Pose, env: int) -> mujoco.MjData:
-        """Return the data of the model with the bodies of an env where they are."""
+        """Return the model's data with the kinematics of one env."""
         self._data.qpos[:] = pose.qpos[env]
         if self.model.nmocap:
             self._data.mocap_pos[:], self._data.mocap_quat[:] = pose.mocap[env, :, :3], pose.mocap[env, :, 3:]
@@ -201,16 +201,16 @@ class SceneView:
             self._line.points = np.stack(ends)[None].astype(np.float32)
 
     def remove(self) -> None:
-        """Take everything out of the scene."""
+        """Remove everything from the scene."""
         for handle in (*self._handles, *self._labels, self._line):
             handle.remove()
 
 
 def pull_force(model: mujoco.MjModel, data: mujoco.MjData, pull: Pull, strength: float) -> NDArray[np.float64]:
-    """Return force and torque ``[6]`` on a body, as ``xfrc_applied`` has them: a damped spring to the mouse.
+    """Return force and torque ``[6]`` on a body, as in ``xfrc_applied``: a damped spring to the mouse.
 
-    ``data`` has the present state of the env, with the velocities of its bodies; ``strength`` is 1 for a spring that
-    accelerates the body, and what hangs on it, by 4 m/s² for every centimetre.
+    ``data`` holds the current state of the env, including body velocities. With ``strength`` 1, the spring accelerates
+    the body and its descendants by 4 m/s² per centimetre.
     """
     mass = float(model.body_subtreemass[pull.body])
     velocity = np.zeros(6)

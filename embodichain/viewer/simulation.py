@@ -1,4 +1,4 @@
-"""Simulates what is watched: an environment, who acts in it, and the mouse that pulls at its bodies."""
+"""Simulates the watched environment, with selectable actors and a mouse that drags bodies."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from embodichain.viewer.scene import Pose, SceneView, pull_force
 from embodichain.viewer.teleoperation import DatasetRecorder, Person
 
 DEFAULT_SECONDS = 1.0 / 30.0
-"""Of a step, where an environment does not tell the simulated time."""
+"""Seconds per step, if an environment does not define the simulated time."""
 _POLL_SECONDS = 1.0
 _MAX_SIGNAL = 64
 _RENDER = "rendered"
 
 
 class Acts(Protocol):
-    """Chooses the actions of all envs."""
+    """Selects the actions of all envs."""
 
     def __call__(self, observation: TensorDict) -> Tensor:
         """Return the actions ``[num_envs, ...]``."""
 
     def reset(self, env_ids: list[int]) -> None:
-        """Forget the episodes of these envs."""
+        """Start new episodes in these envs."""
 
 
 class Idle:
-    """Zeros."""
+    """Always returns zeros."""
 
     def __init__(self, env: VecEnv) -> None:
         self._zeros = torch.zeros_like(RandomActor(env, 0)(TensorDict({}, batch_size=[])))
@@ -58,14 +58,14 @@ class Idle:
 
 
 class RunPolicy:
-    """The policy of a run's checkpoint; a run that still trains writes others, which take its place."""
+    """The policy of a run's checkpoint; newer checkpoints of a running training are loaded."""
 
     def __init__(
         self, run: Path, which: Literal["best", "latest"], env: VecEnv, trusted_modules: Sequence[str] = ()
     ) -> None:
         self._run, self._which, self._env, self._trusted = run, which, env, trusted_modules
         self.step = 0
-        """Environment steps after which the checkpoint was written."""
+        """Environment steps of the checkpoint."""
         self._key = self._find()
         self._looked = time.monotonic()
         self._load()
@@ -84,7 +84,7 @@ class RunPolicy:
         self._used = torch.zeros(self._env.num_envs, dtype=torch.int64)
 
     def renew(self) -> bool:
-        """Load the checkpoint if there is a newer one; tell whether there was."""
+        """Load a newer checkpoint if there is one; return whether there was."""
         if time.monotonic() - self._looked < _POLL_SECONDS:
             return False
         self._looked = time.monotonic()
@@ -94,7 +94,7 @@ class RunPolicy:
                 return False
             self._key = key
             self._load()
-        except (CheckpointError, OSError):  # it is being written or removed: the next look finds it
+        except (CheckpointError, OSError):  # it is being written or removed; try again later
             return False
         return True
 
@@ -113,13 +113,13 @@ class RunPolicy:
         return action
 
     def reset(self, env_ids: list[int]) -> None:
-        """Begin with new episodes in these envs."""
+        """Start new episodes in these envs."""
         self._actor.reset(env_ids)
         self._used[env_ids] = self._size
 
 
 class Simulation:
-    """An environment that is stepped while somebody watches."""
+    """An environment that is stepped while it is watched."""
 
     ends = False
 
@@ -132,6 +132,7 @@ class Simulation:
         acts: str | None = None,
         trusted_modules: Sequence[str] = (),
         out: Path | None = None,
+        words: str | None = None,
     ) -> None:
         self.env, self.title, self.num_envs, self.watched = env, title, env.num_envs, 0
         self._task = env if isinstance(env, TaskEnv) else None
@@ -139,11 +140,11 @@ class Simulation:
         self.camera = None if self._task is None else self._task.task.camera
         self.seconds = DEFAULT_SECONDS if self._task is None else step_seconds(self._task)
         self.scene: SceneView | None = None
-        """Where the mouse pulls."""
+        """The scene in which the mouse drags bodies."""
         self.strength = 1.0
-        """How strongly."""
+        """Strength of the mouse drag."""
         self.person = Person(env)
-        self.recorder = DatasetRecorder(env, out)
+        self.recorder = DatasetRecorder(env, out, words)
         self._seed, self._run, self._trusted = seed, run, trusted_modules
         self._choices = self._make_choices()
         self.acts = acts if acts is not None else next(iter(self._choices))
@@ -156,12 +157,12 @@ class Simulation:
         self._steps = np.zeros(self.num_envs, np.int64)
         self._returns = np.zeros(self.num_envs)
         self._note = ""
-        self._unseen = ""  # why an env that is no task of ours has no picture
+        self._image_problem = ""  # why a Gymnasium env has no image
         self._panel: Panel | None = None
         self._status: Any = None
 
     def _make_choices(self) -> dict[str, Callable[[], Acts]]:
-        """Return who can act, by name; the first one is the default."""
+        """Return the available actors by name; the first one is the default."""
         env, choices = self.env, dict[str, Callable[[], Acts]]()
         run, trusted = self._run, self._trusted
         if run is not None:
@@ -175,13 +176,13 @@ class Simulation:
         return choices
 
     def choose(self, name: str) -> None:
-        """Let somebody else act."""
+        """Select another actor."""
         self._actor = self._choices[name]()
         self.acts = name
         self.person.activate(self._actor is self.person)
 
     def restart(self) -> None:
-        """Begin new episodes in all envs."""
+        """Start new episodes in all envs."""
         self._obs = None
         if self._panel is not None:
             self._panel.playback.clear()
@@ -207,18 +208,20 @@ class Simulation:
         self.recorder.after(reward, terminated, truncated, info)
         self._obs = obs
         done = (terminated | truncated).cpu().numpy()
-        paid = reward.detach().cpu().numpy().astype(np.float64)
+        rewards = reward.detach().cpu().numpy().astype(np.float64)
         self._steps += 1
-        self._returns += paid
-        signals = {"reward": paid, "return": self._returns.copy()}
+        self._returns += rewards
+        signals = {"reward": rewards, "return": self._returns.copy()}
         signals |= {f"reward: {name}": _numbers(part) for name, part in info.get("rewards", {}).items()}
         signals["action"] = _numbers(action).reshape(self.num_envs, -1)[:, :_MAX_SIGNAL]
         if done.any():
+            for values in signals.values():  # the frame is the first one of the next episode
+                values[done] = 0.0
             self._end(done, info)
         return self._frame(signals)
 
     def _end(self, done: NDArray[np.bool_], info: Mapping[str, Any]) -> None:
-        """Begin the next episodes of envs that are done."""
+        """Start the next episodes of done envs."""
         if done[self.watched]:
             success = info.get("metrics", {}).get("success")
             solved = "" if success is None else ("success, " if float(success[self.watched]) > 0.5 else "no success, ")
@@ -230,7 +233,7 @@ class Simulation:
 
     @property
     def pose(self) -> Pose | None:
-        """Where everything is now."""
+        """The current pose of all envs."""
         return None if self._task is None else Pose(*positions(self._task, self.num_envs))
 
     def _frame(self, signals: dict[str, NDArray[Any]]) -> ViewFrame:
@@ -244,26 +247,26 @@ class Simulation:
                     images[name.removeprefix("image/")] = image
             elif row.size <= _MAX_SIGNAL:
                 signals[name] = _numbers(value).reshape(self.num_envs, -1)
-        if (self._task is None and not self._unseen) or self._render is not None:
+        if (self._task is None and not self._image_problem) or self._render is not None:
             images |= self._rendered()
-        note = "\n\n".join(filter(None, (self._note, self._unseen)))
+        note = "\n\n".join(filter(None, (self._note, self._image_problem)))
         return ViewFrame(self.pose, self._steps.copy(), signals, images, note)
 
     def _rendered(self) -> dict[str, NDArray[np.uint8]]:
-        """Return an image of the watched env from a camera of the model; of a Gymnasium env, its own view."""
+        """Return an image of the watched env from a camera of the model; for a Gymnasium env, its own view."""
         camera = None if self._task is None else self._render
         try:
             return {camera or _RENDER: self.env.render([self.watched], camera)[0]}
         except EmbodiChainError as error:
             self._render = None
             if self._task is None:
-                self._unseen = f"no picture: {error}"
+                self._image_problem = f"no picture: {error}"
             elif self._panel is not None:
                 self._panel.say(str(error), bad=True)
             return {}
 
     def _pull(self) -> None:
-        """Write the force with which the mouse pulls."""
+        """Apply the force of the mouse drag."""
         pull = None if self.scene is None else self.scene.pull
         self._pulled = pull
         if pull is None or self._task is None or self.model is None or self._data is None:

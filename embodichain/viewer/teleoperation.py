@@ -1,4 +1,4 @@
-"""A person acts: a gizmo and keys move the tool of an arm, sliders and keys any other action; episodes are recorded."""
+"""Teleoperation: a gizmo and keys move the tool of an arm, sliders and keys set any other action; records episodes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.vec_env import VecEnv, random_actions
 from embodichain.errors import EmbodiChainError
 from embodichain.viewer.playback import Panel
-from embodichain.viewer.replay import state_frames, write_scene
+from embodichain.viewer.replay import number_names, robot_name, state_frames, write_scene
 from embodichain.viewer.scene import Pose
 
 if TYPE_CHECKING:
     from embodichain.agents.datasets.lerobot import LeRobotWriter
     from embodichain.envs.robots import Arm
 
-_STEP, _TURN = 0.01, 0.1  # metres and radians of a key stroke
+_STEP, _TURN = 0.01, 0.1  # metres and radians per key press
 _MAX_SLIDERS = 16
 _MOVES = {
     "I": (0, 1.0),
@@ -42,18 +42,18 @@ _MOVES = {
     "Y": (5, 1.0),
     "H": (5, -1.0),
 }
-"""Keys, and which coordinate of the tool they change: x, y, z, and the turn about the vertical."""
+"""Keys and the coordinate of the tool that they change: x, y, z, and the rotation about the vertical."""
 
 
 class Person:
-    """Acts in the watched env; the others stay as they are."""
+    """A person acts in the watched env; actions of the others are neutral."""
 
     def __init__(self, env: VecEnv) -> None:
         self._env = env
         self._arms = _movable(env)
         self._arm = "" if self._arms is None else next(iter(self._arms.arms))
         self._targets: dict[str, tuple[Tensor, Tensor]] = {}
-        """Where each tool is to be: position ``[3]`` and rotation ``[3, 3]``."""
+        """Target pose of each tool: position ``[3]`` and rotation ``[3, 3]``."""
         self._open: dict[str, bool] = {}
         self._discrete = not isinstance(env.action_space, gym.spaces.Box)
         self._neutral = random_actions(env.action_space, env.num_envs, torch.Generator().manual_seed(0)).zero_()
@@ -91,12 +91,12 @@ class Person:
         return torch.cat(parts, dim=1).to(self._env.device)
 
     def reset(self, env_ids: list[int]) -> None:
-        """Episodes of these envs have ended."""
+        """Handle the end of episodes in these envs."""
         if self._watched() in env_ids:
             self.begin()
 
     def begin(self) -> None:
-        """Let go of where the tools were to be: another episode begins."""
+        """Reset the targets for a new episode."""
         self._targets.clear()
         self._open.clear()
         self._shown = None
@@ -115,7 +115,7 @@ class Person:
     # --- the panel ------------------------------------------------------------------------------------------------
 
     def add_controls(self, panel: Panel, watched: Callable[[], int]) -> None:
-        """Add the gizmo, the keys and the sliders, hidden until a person acts."""
+        """Add the gizmo, keys and sliders, hidden until a person acts."""
         self._panel, self._watched, gui = panel, watched, panel.server.gui
         self._folder = gui.add_folder("A person acts", visible=False)
         with self._folder:
@@ -171,7 +171,7 @@ class Person:
                     command.on_trigger(panel.later(partial(_nudge, sliders[index], sign)))
 
     def activate(self, active: bool) -> None:
-        """Show or hide what a person acts with."""
+        """Show or hide the controls."""
         self._active = active
         if active:
             self.begin()
@@ -183,7 +183,7 @@ class Person:
                 self._show_gizmo()
 
     def move(self, axis: int, sign: float) -> None:
-        """Move the target of the chosen tool by a key stroke."""
+        """Move the target of the selected tool by one key press."""
         if not self._active or self._arms is None:
             return
         position, rotation = self.target()
@@ -198,7 +198,7 @@ class Person:
         self._show_gizmo()
 
     def target(self) -> tuple[Tensor, Tensor]:
-        """Return where the chosen tool of the watched env is to be: position ``[3]`` and rotation ``[3, 3]``."""
+        """Return the target of the selected tool in the watched env: position ``[3]`` and rotation ``[3, 3]``."""
         if self._arm not in self._targets and self._arms is not None:
             position, rotation = self._pose(self._arms.arms[self._arm].arm, self._joints())
             self._targets[self._arm] = position[self._watched()].clone(), rotation[self._watched()].clone()
@@ -220,7 +220,7 @@ class Person:
         self._given[index] = slider.value
 
     def _dragged(self) -> None:
-        """Take over where the gizmo was dragged to."""
+        """Set the target to the pose of the dragged gizmo."""
         if self._gizmo is None or self._panel is None or not self._active:
             return
         place = (*self._gizmo.position, *self._gizmo.wxyz)
@@ -236,7 +236,7 @@ class Person:
         self._shown = place
 
     def _show_gizmo(self) -> None:
-        """Put the gizmo where the tool is to be, unless it is there."""
+        """Move the gizmo to the target, unless it is there already."""
         if self._gizmo is None or self._panel is None or not self._active:
             return
         position, rotation = self.target()
@@ -250,7 +250,7 @@ class Person:
 
 
 def _movable(env: VecEnv) -> RobotActionManager | None:
-    """Return the actions of a robot whose tools can be moved to where a person wants them; ``None`` of others."""
+    """Return the action manager of a robot whose tools can be moved to target poses, or ``None``."""
     actions = env.action_manager
     if not isinstance(env, TaskEnv) or not isinstance(actions, RobotActionManager):
         return None
@@ -264,14 +264,15 @@ def _nudge(slider: Any, sign: float) -> None:
 
 
 class DatasetRecorder:
-    """Writes episodes of the watched env as a LeRobot folder, whoever acts; the simulation's positions go along."""
+    """Writes episodes of the watched env, with simulation states, to a LeRobot folder, whichever actor is selected."""
 
-    def __init__(self, env: VecEnv, out: Path | None = None) -> None:
-        self._env = env
+    def __init__(self, env: VecEnv, out: Path | None = None, words: str | None = None) -> None:
+        """``words`` is the task description; default: the name of the environment."""
+        self._env, self._words = env, words or env.name
         self.out = out if out is not None else Path("outputs", "recordings", f"{_file_name(env.name)}_{_now()}")
         self.recording = False
         self.episodes = self.frames = 0
-        """How many were written."""
+        """Number of written episodes and frames."""
         self._writer: LeRobotWriter | None = None
         self._rows: list[dict[Key, Tensor]] = []
         self._env_id, self._seed, self._whole = 0, -1, False
@@ -280,19 +281,19 @@ class DatasetRecorder:
         self._text: Any = None
 
     def begin(self, env_id: int, info: Mapping[str, Any]) -> None:
-        """An episode of an env begins, which is the one that is recorded."""
+        """Start an episode of the recorded env."""
         self._rows, self._env_id, self._whole = [], env_id, True
         seeds = info.get("episode_seed")
         self._seed = -1 if seeds is None else int(seeds[env_id])
 
     def watch(self, env_id: int) -> None:
-        """Record another env, from its next episode on."""
+        """Record another env, starting with its next episode."""
         if env_id != self._env_id:
             self._rows, self._env_id, self._whole = [], env_id, False
 
     def before(self, observation: TensorDict, action: Tensor, pose: Pose | None) -> None:
-        """Keep what is known before a step."""
-        self._whole = self._whole and self.recording  # an episode whose first steps are missing is none
+        """Store observation, action and pose before a step."""
+        self._whole = self._whole and self.recording  # skip episodes whose first steps are missing
         if not self._whole:
             return
         row: dict[Key, Tensor] = {("observation", *key): value for key, value in flatten(observation).items()}
@@ -303,7 +304,7 @@ class DatasetRecorder:
         self._rows.append(kept)
 
     def after(self, reward: Tensor, terminated: Tensor, truncated: Tensor, info: Mapping[str, Any]) -> None:
-        """Keep what a step led to, and write the episode if that was its end."""
+        """Store the result of a step, and write the episode if it has ended."""
         env = self._env_id
         if self.recording and self._whole:
             ends = {"reward": reward, "terminated": terminated, "truncated": truncated}
@@ -333,14 +334,15 @@ class DatasetRecorder:
 
         layout = FrameLayout(tuple(Leaf(key, value.dtype, tuple(value.shape[1:])) for key, value in frames.items()))
         env = self._env
-        seconds = step_seconds(env) if isinstance(env, TaskEnv) else 1.0 / 30.0
-        writer = LeRobotWriter(self.out, layout, max(1, round(1.0 / seconds)), env.name)
-        if isinstance(env, TaskEnv):
-            write_scene(self.out, env.cfg)
+        if not isinstance(env, TaskEnv):
+            return LeRobotWriter(self.out, layout, 30, self._words)
+        fps, names = max(1, round(1.0 / step_seconds(env))), number_names(env)
+        writer = LeRobotWriter(self.out, layout, fps, self._words, robot_name(env), names=names)
+        write_scene(self.out, env.cfg)
         return writer
 
     def add_controls(self, panel: Panel) -> None:
-        """Add the button that begins and ends a recording."""
+        """Add the controls of the recorder."""
         self._panel = panel
         with panel.server.gui.add_folder("Record episodes", expand_by_default=False):
             self._button = panel.server.gui.add_button("Record", icon="player-record", color="red")
@@ -349,21 +351,21 @@ class DatasetRecorder:
             self._text = panel.server.gui.add_markdown(f"to `{self.out}`")
 
     def toggle(self) -> None:
-        """Begin to record with the next episode, or stop and finish the folder."""
+        """Start recording with the next episode, or stop and finish the folder."""
         if self.recording:
             self.close()
         else:
             self.recording, self._whole = True, self._whole and not self._rows
-            if self._writer is None and self.episodes:  # a folder is written once
+            if self._writer is None and self.episodes:  # each recording has its own folder
                 self.out = self.out.with_name(f"{_file_name(self._env.name)}_{_now()}")
                 self.episodes = self.frames = 0
 
     def discard(self) -> None:
-        """Forget the episode under way."""
+        """Discard the current episode."""
         self._rows, self._whole = [], False
 
     def refresh(self) -> None:
-        """Bring the text of the panel up to date."""
+        """Update the text of the panel."""
         if self._button is None:
             return
         label = "Stop and finish the folder" if self.recording else "Record"
@@ -379,7 +381,7 @@ class DatasetRecorder:
             self._text.content = text
 
     def close(self) -> None:
-        """Finish the folder; the episode under way is no whole one and is left out."""
+        """Finish the folder; the incomplete current episode is dropped."""
         self.recording = False
         writer, self._writer = self._writer, None
         if writer is not None:

@@ -128,8 +128,9 @@ def test_split_and_filter_choose_episodes(folder: Path, capsys: pytest.CaptureFi
         capsys, "filter", folder, "--out", out, "--task", "LIFT", "--success", "--episodes", "1:6", "--max-length", 8
     )
     assert numbers_of(out) == [2, 4]
-    assert "task drops 3" in said
-    assert "success drops 3" in said
+    assert "of 6 episodes, the length drops 1, " in said
+    assert "--task drops 3" in said
+    assert "--success drops 3" in said
 
 
 def test_statistics_that_are_wrong_are_noticed_and_replaced(
@@ -157,19 +158,53 @@ def test_folders_of_others_keep_their_names_and_all_numbers(folder: Path, capsys
     assert list(numbers_of(out)) == [4, 5]
 
 
+def test_a_rate_that_is_no_whole_number_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LeRobotWriter(tmp_path / "set", LAYOUT, 29.97, "none", "arm") as writer:
+        for number in range(6):
+            writer.add(an_episode(number))
+    for name, words in {"copied": ("--min-length", 1), "encoded again": ("--task", "lift it")}.items():
+        run(capsys, "filter", tmp_path / "set", "--out", tmp_path / name, *words)
+        assert LeRobotReader(tmp_path / name).fps == 29.97
+        assert numbers_of(tmp_path / name) == ([0, 1, 2, 3, 4, 5] if name == "copied" else [0, 2, 4])
+
+
+def test_merged_folders_keep_their_scene_unless_it_would_be_drawn_differently(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(root: Path, **changes: Any) -> str:
+        settings = {"id": "PickCubeRL", "num_envs": 4, "seed": 0, "env": {"terminate_on_success": True, "substeps": 5}}
+        text = json.dumps({"gym_config": settings | changes})
+        (root / "meta/embodichain_scene.json").write_text(text)
+        return text
+
+    other, same, mixed, none = (folder.with_name(name) for name in ("other", "same", "mixed", "none"))
+    run(capsys, "filter", folder, "--out", other)
+    first, task = write(folder), {"terminate_on_success": False, "substeps": 5}
+    write(other, num_envs=1, seed=3, max_episode_steps=9, num_threads=1, device="cuda", env=task)
+    assert "no scene" not in run(capsys, "merge", folder, other, "--out", same)
+    assert (same / "meta/embodichain_scene.json").read_text() == first
+    write(other, id="ReachRL")
+    assert run(capsys, "merge", folder, other, "--out", mixed).count("no scene was kept") == 1
+    assert not (mixed / "meta/embodichain_scene.json").exists()
+    for root in (folder, other):
+        (root / "meta/embodichain_scene.json").unlink()
+    assert "no scene" not in run(capsys, "merge", folder, other, "--out", none)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["merge", "{set}", "{other}", "--out", "{new}"], r"other, unlike .*set: 20 frames per second, not 10"),
         (["merge", "--out", "{new}"], "folders to merge, got none"),
-        (["filter", "{set}", "--out", "{new}", "--task", "fly"], "no episode of .* is left: task drops 6"),
+        (["filter", "{set}", "--out", "{new}", "--task", "fly"], "no episode of .* is left: --task drops 6"),
         (["filter", "{set}", "--out", "{new}", "--episodes", "a"], "--episodes: expected numbers and ranges"),
         (["split", "{set}", "--into", "half"], "--into: expected NAME=SHARE"),
         (["split", "{set}", "--into", "../a=0.5"], "--into: expected NAME=SHARE"),
         (["split", "{set}", "--into", "a=nan"], "--into: expected NAME=SHARE"),
         (["split", "{set}", "--into", "a=0.5", "a=0.5"], "two parts with the name 'a'"),
         (["split", "{set}", "--into", "a=0.9", "b=0.3"], "shares that add up to at most 1"),
-        (["info", "{new}"], "is no LeRobotDataset"),
+        (["info", "{new}"], "new is no LeRobotDataset: there is no such folder"),
+        (["merge", "{set}", "{new}", "--out", "{new}"], "new is no LeRobotDataset: there is no such folder"),
         (["filter", "{set}", "--out", "{set}"], "exists and is not an empty folder"),
     ],
 )

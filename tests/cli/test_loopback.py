@@ -37,7 +37,7 @@ def test_ranks_meet_on_this_machine_only():
     assert listening(where.master_port) == ["0100007F"]  # 127.0.0.1
 
     info.store.set("word", "hello")
-    visitor = TCPStore(where.master_addr, where.master_port, is_master=False, timeout=timedelta(seconds=10))
+    visitor = TCPStore(where.master_addr, where.master_port, is_master=False, timeout=timedelta(seconds=100))
     assert PrefixStore("run", visitor).get("word") == b"hello"
     again = rendezvous.next_rendezvous()  # after a restart
     assert listening(again.bootstrap_store_info.master_port) == ["0100007F"]

@@ -10,6 +10,7 @@ import re
 import socket
 import statistics
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from embodichain.agents.rl.algo.ppo import PPO
-from embodichain.agents.rl.reports.figures import _curve_panel
-from embodichain.agents.rl.reports.series import curves_of, mean_and_band, select
+from embodichain.agents.rl.reports.figures import _curve_panel, curves, trials
+from embodichain.agents.rl.reports.series import SweepResult, curves_of, mean_and_band, select
 from embodichain.agents.rl.run_lock import RunLock
 from embodichain.agents.rl.run_records import RunInfo, find_runs
 from embodichain.agents.rl.train import resume_training
@@ -202,6 +203,47 @@ def test_a_single_evaluation_is_seen(tmp_path):
     np.testing.assert_allclose(bar[2][0].get_segments()[0][:, 1], [10.5 - 0.5**0.5, 10.5 + 0.5**0.5])
 
 
+@pytest.mark.parametrize("label", ["short", "w" * 70, "v" * 300])
+def test_the_legend_fits_into_its_figure(tmp_path, label):
+    """Long labels get a line each, and end with an ellipsis where even that is too narrow."""
+    make_run(tmp_path / "run", 0, [10.0, 11.0])
+    series = [replace(one, label=f"{label}{i}") for one in select([tmp_path]).series for i in range(4)]
+    text = curves(series, ["eval/return", "episode/return"])
+    width = float(re.search(r'viewBox="0 0 (\S+)', text)[1])
+    places = [float(x) for x in re.findall(rf"<text[^>]*translate\((-?[\d.]+)[^>]*>{label[:5]}", text)]
+    places += [float(x) for x in re.findall(rf'<text[^>]* x="(-?[\d.]+)"[^>]*>{label[:5]}', text)]
+    assert len(places) == 4
+    assert all(0 < x < width for x in places)
+    assert len({round(x) for x in places}) == (2 if label == "short" else 1)
+
+
+def test_magnitudes_are_labelled_with_plain_numbers(tmp_path):
+    values = [1e-4, 5e-4, 9e-3]
+    tried = [
+        {"number": i, "state": "complete", "value": float(i), "params": {"lr": lr}, "folder": f"trial_{i}"}
+        for i, lr in enumerate(values)
+    ]
+    group = {"space": {"lr": {"low": 1e-4, "high": 1e-2, "log": True}}, "metric": "eval/return"}
+    text = trials(SweepResult(tmp_path, group, tried))
+    assert ">0.001<" in text
+    assert "mathdefault" not in text
+
+
+def test_what_holds_no_run_among_others_is_left_out(tmp_path, monkeypatch, capsys):
+    """``runs/*`` matches an earlier report, and seeds that were stopped before the first run began."""
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "one", 0, [10.0])
+    (tmp_path / "runs" / "pole_seeds").mkdir()
+    (tmp_path / "runs" / "pole_seeds" / "group.json").write_text("{}")
+    assert main(["report", "runs"]) == 0
+    capsys.readouterr()
+    assert main(["report", *(f"runs/{path.name}" for path in sorted((tmp_path / "runs").iterdir()))]) == 0
+    assert "no run in it: runs/pole_seeds, runs/report.html" in capsys.readouterr().out
+    assert main(["report", "runs/one", "runs/two"]) == 2
+    assert "runs/two: expected the folder of a run" in capsys.readouterr().err
+    assert main(["report", "runs/pole_seeds"]) == 2
+
+
 def test_a_report_holds_everything_and_refers_to_nothing(tmp_path, capsys):
     for name, seed, returns, lr in (
         ("a", 0, [1.0, 5.0], 0.001),
@@ -244,6 +286,16 @@ def test_a_report_holds_everything_and_refers_to_nothing(tmp_path, capsys):
     assert "update/loss" not in text  # it was never a number
 
 
+def test_one_evaluation_is_not_drawn_over_time_where_other_metrics_have_curves(tmp_path: Path):
+    make_run(tmp_path / "a", 0, [1.0])
+    lines = [{"step": 50 * k, "episode/return": float(k), "time/total_seconds": 2.0 * k} for k in (1, 2)]
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    text = curves(select([tmp_path / "a"]).series, ["eval/return", "episode/return"], over_time=True)
+    assert "episode/return by time" in text
+    assert "eval/return by time" not in text
+
+
 def test_runs_of_another_shape_and_damaged_ones_are_reported(tmp_path):
     """A run of imitation logs losses; whatever is broken is left out."""
     run = make_run(tmp_path / "i", 0, [])
@@ -271,11 +323,18 @@ def test_runs_of_another_shape_and_damaged_ones_are_reported(tmp_path):
 _EVIL = "<script>alert(1)</script>\"'>$\\bad{_^$"
 _LINES = [{"step": step, "eval/return": 1.0 * step, "time/total_seconds": 2.0 * step} for step in (1, 2, 3)]
 _TRIAL = {"number": 0, "state": "complete", "value": 1.0, "params": {_EVIL: _EVIL}, "folder": "trial_0000"}
+_CONFIRMED = {"name": _EVIL, "trial": 0, "value": 1.0, "scores": [1.0]}
 _DAMAGED: dict[str, tuple[Any, list[Any], Any]] = {
     "names of markup": (
         {"name": _EVIL, "command": _EVIL, "machine": {_EVIL: _EVIL}, "versions": {_EVIL: _EVIL}, "overrides": [_EVIL]},
         [{**line, _EVIL: 1.0} for line in _LINES],
-        {"kind": "sweep", "metric": _EVIL, "space": {_EVIL: {"choices": [_EVIL]}}, "trials": [_TRIAL], "best": 0},
+        {
+            "kind": "sweep",
+            "metric": _EVIL,
+            "space": {_EVIL: {"choices": [_EVIL]}},
+            "trials": [_TRIAL],
+            "confirmed": [_CONFIRMED],
+        },
     ),
     "no numbers": (
         {"name": "_n", "reason": "total_steps"},
@@ -290,12 +349,12 @@ _DAMAGED: dict[str, tuple[Any, list[Any], Any]] = {
     "null": (
         dict.fromkeys(("name", "seed", "overrides", "command", "began", "resumed", "machine", "versions", "reason")),
         _LINES,
-        {"kind": "sweep", "seeds": None, "trials": [{"number": 0}], "space": {"lr": {}}},
+        {"kind": "sweep", "seeds": None, "trials": [{"number": 0}], "space": {"lr": {}}, "confirmed": [None, {}]},
     ),
     "of other types": (
         {"name": 5, "seed": "zero", "overrides": 7, "machine": "m", "versions": [1], "reason": 3, "began": "x"},
         [{"step": -5, "time/sample_seconds": "x", "time/total_seconds": None}, *_LINES],
-        {"kind": "sweep", "trials": 7, "space": [1], "best": "x", "metric": 3},
+        {"kind": "sweep", "trials": 7, "space": [1], "best": "x", "metric": 3, "confirmed": "x"},
     ),
 }
 

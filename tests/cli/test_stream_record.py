@@ -61,7 +61,7 @@ def test_stream_shows_the_numbers(capfd: pytest.CaptureFixture[str]) -> None:
         "stream",
         "ReachRL",
         "--duration",
-        "0.6",
+        "2",
         "--chunk-size",
         "4",
         "--buffer_size",
@@ -88,3 +88,13 @@ def test_record_writes_a_folder_that_reads_back(tmp_path: Path, capfd: pytest.Ca
     assert info["total_episodes"] == 5
     assert main(["record", "ReachRL", "--out", str(out), "--episodes", "5"]) == 2  # the folder is in use
     assert main(["record", "ReachRL", "--out", str(tmp_path / "x"), "--episodes", "0"]) == 2
+
+
+@pytest.mark.extra("data")
+def test_record_tells_that_actions_are_random(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told = "CartPole-v1 has no scripted expert, so random actions are recorded; --action_config.source policy"
+    assert main(["record", "CartPole-v1", "--out", str(tmp_path / "pole"), "--episodes", "2"]) == 0
+    assert told in " ".join(capfd.readouterr().out.split())
+    words = ["--episodes", "1", "--action_config.source", "random"]  # it has an expert, which was not wanted
+    assert main(["record", "ReachRL", "--out", str(tmp_path / "reach"), *words]) == 0
+    assert "no scripted expert" not in capfd.readouterr().out

@@ -13,6 +13,8 @@ import pytest
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.rl.train import parse_args, train_from_config
 from embodichain.cli.main import main
+from embodichain.cli.options import parse_options
+from embodichain.cli.view import ViewArgs, _opened
 from embodichain.envs import registration
 from embodichain.envs.registration import make, make_to_watch
 from embodichain.errors import TrustedModuleError, UnknownNameError
@@ -101,6 +103,28 @@ def test_recorded_too(project, capfd):
     words = ["--episodes", "2", "--out", "out", "--gym_config.num_envs", "2", "--trust", project.name, project.id]
     assert main(["record", *words]) == 0, capfd.readouterr().err
     assert "2 episodes, 24 frames" in capfd.readouterr().out
+
+
+def test_viewed_too(project):
+    args = parse_options(ViewArgs, [project.id, "--num-envs", "2", "--trust", project.name], "embodichain view")
+    with _opened(args) as source:
+        assert source.title == project.id
+
+
+def test_imitated_too(project, capfd):
+    small = ["--trainer.total_steps", "2", "--trainer.num_eval_episodes", "2", "--trainer.eval_video", "false"]
+    stream = ["--source.stream.buffer_size", "4", "--source.stream.gym_config.num_envs", "2"]
+    words = ["imitate", project.id, *small, *stream, "--trainer.run_dir", "cloned", "--trust", project.name]
+    assert main(words) == 0, capfd.readouterr().err
+    assert main(["play", "cloned", "--episodes", "2", "--trust", project.name]) == 0, capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.extra("sweep")
+def test_swept_too(project, capfd):
+    words = ["--space", "lr=log(1e-4,1e-2)", "--trials", "1", "--seeds", "0", "--confirm", "0"]
+    assert main(["sweep", str(project.config()), *words, "--trust", project.name]) == 0, capfd.readouterr().err
+    assert "best: trial 0" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])

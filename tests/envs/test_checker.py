@@ -195,6 +195,22 @@ class ColumnReward(Altered):
         return obs, reward.unsqueeze(1), terminated, truncated, info
 
 
+@breaks("finite values", r"after 8 steps, reward of env 1 has NaN")
+class LateNanReward(Altered):
+    def alter(self, obs, reward, terminated, truncated, info):
+        late = (self.steps == 8) & (torch.arange(self.num_envs) == 1)
+        reward = torch.where(late, torch.nan, reward)
+        return obs, reward, terminated, truncated, info | {"rewards": {"all": reward}}
+
+
+@breaks("finite values", r"after 7 steps, obs\[walk/x\] of env 0 has NaN")
+class LateInfinity(Walk):
+    def observe(self):
+        obs = super().observe()
+        obs["walk", "x"][self.steps == 7] = torch.inf
+        return obs
+
+
 @breaks("step", "terminated is torch.bool")
 class FloatFlags(Altered):
     def alter(self, obs, reward, terminated, truncated, info):

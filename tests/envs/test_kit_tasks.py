@@ -12,7 +12,7 @@ from embodichain.envs import registration
 from embodichain.envs.checker import run_checks
 from embodichain.envs.observations import decode_instructions, named_choice
 from embodichain.envs.registration import make
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, UnknownNameError
 
 TASKS = ["StackCubeRL", "StackCubeLanguageRL", "PlaceInBinRL", "PlaceInBinLanguageRL", "PushAroundRL"]
 EXAMPLE = Path(__file__).parents[2] / "examples/envs/press_task.py"
@@ -155,3 +155,25 @@ def test_the_task_of_the_guide_is_short_keeps_the_contract_and_is_solved_by_its_
         solved, _ = play(env, env.expert_action, env.max_episode_steps)
         assert bool(solved.all())
     assert not [check for check in run_checks(make("PressTask", num_envs=2, seed=0), max_steps=30) if check.problems]
+
+
+def test_the_guide_picks_something_up_and_an_unmeasured_quantity_is_told(monkeypatch):
+    monkeypatch.setattr(registration, "_TASKS", dict(registration._TASKS))
+    page = (EXAMPLE.parents[2] / "docs/own_task.md").read_text().partition("`disc_task.py`:\n\n```python\n")[2]
+    names = {"__name__": "disc_task"}
+    exec(compile(page.partition("```")[0], "disc_task.py", "exec"), names)
+    with make("DiscTask", num_envs=8, seed=0) as env:
+        solved, _ = play(env, env.expert_action, env.max_episode_steps)
+        assert bool(solved.all())
+    gym.registry.pop("embodichain/DiscTask-v0", None)
+
+    class Wrong(names["DiscTask"]):
+        def success(self, scene):
+            return scene["blok_pos"][:, 2] < 0.03
+
+    registration.register_task("DiscTask", Wrong)
+    with pytest.raises(UnknownNameError) as caught:
+        make("DiscTask")
+    assert str(caught.value).startswith("scene['blok_pos']: nothing of that name is measured. Did you mean 'block_pos'")
+    assert "is_held(scene, 'cube', width)" in str(caught.value)
+    gym.registry.pop("embodichain/DiscTask-v0", None)

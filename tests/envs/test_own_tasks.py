@@ -19,6 +19,7 @@ from embodichain.envs import registration
 from embodichain.envs.checker import run_checks
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.registration import load_gym_config, make
+from embodichain.envs.task import UnknownQuantityError
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.tasks.reach import Reach
 from embodichain.errors import AssetError, ConfigError, EnvContractError
@@ -243,3 +244,40 @@ def test_sparse_reward_needs_success() -> None:
             else:
                 with pytest.raises(ConfigError, match=r"rewards\.mode"):
                     env.step(torch.zeros(1, 6))
+
+
+@pytest.mark.parametrize("method", ["success", "failed"])
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda flags: flags.float(), r"float32 \[2\]"),
+        (lambda flags: flags.unsqueeze(1), r"bool \[2, 1\]"),
+        (lambda flags: False, "bool"),
+    ],
+)
+def test_flags_of_a_task_are_checked_when_it_is_made(method: str, change: Any, got: str) -> None:
+    def returned(self: Reach, scene: Any) -> Any:
+        return change(scene["distance"] < 0.02)
+
+    task = type("Loose", (Reach,), {method: returned})
+    cfg = load_gym_config("ReachRL", num_envs=2)
+    with pytest.raises(EnvContractError, match=rf"Loose\.{method} must return bool \[num_envs\].*; got {got}\. Comp"):
+        TaskEnv(cfg, task, MujocoCpuPhysics(task.build_model(cfg), 2, 1))
+
+
+def test_failed_may_read_what_a_step_adds_to_the_scene() -> None:
+    class Careful(Reach):
+        def failed(self, scene: Any) -> Any:
+            return (scene["distance"] > 5.0) & (scene["success"] == 0)
+
+    cfg = load_gym_config("ReachRL", num_envs=2)
+    with TaskEnv(cfg, Careful, MujocoCpuPhysics(Careful.build_model(cfg), 2, 1)) as env:
+        env.reset(seed=0)
+        assert not env.step(torch.zeros(2, 6))[2].any()
+
+
+def test_failed_that_reads_what_is_not_measured_names_what_is() -> None:
+    task = type("Typo", (Reach,), {"failed": lambda self, scene: scene["distanse"] > 5.0})
+    cfg = load_gym_config("ReachRL", num_envs=2)
+    with pytest.raises(UnknownQuantityError, match=r"scene\['distanse'\].*Did you mean 'distance'"):
+        TaskEnv(cfg, task, MujocoCpuPhysics(task.build_model(cfg), 2, 1))

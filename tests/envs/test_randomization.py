@@ -489,7 +489,10 @@ def test_images_can_be_late():
 
 def test_delays_are_the_same_inside_a_chunk():
     settings = {
-        "observations": {"delay": {"robot/qpos": [1, 3]}},
+        "observations": {
+            "delay": {"robot/qpos": [1, 3], "previous": [1, 2]},
+            "terms": {"previous": {"func": "last_action"}},
+        },
         "events": {"it": {"func": "action_delay", "params": {"steps": [0, 2]}}},
     }
     whole, single = (small("PushCubeRL", 4, env=settings) for _ in range(2))

@@ -221,9 +221,12 @@ def test_high_quality_differs_and_costs_more(model, backend):
     for quality in ("lean", "high"):
         with Renderer(model, (96, 96), quality) as made:
             made.render(load, [0], "side")
-            start = time.perf_counter()
-            frames[quality] = made.render(load, range(20), "side")
-            seconds[quality] = time.perf_counter() - start
+            times = []
+            for _ in range(3):
+                start = time.process_time()  # not what others do meanwhile
+                frames[quality] = made.render(load, range(20), "side")
+                times.append(time.process_time() - start)
+            seconds[quality] = min(times)
     assert not np.array_equal(frames["lean"], frames["high"])
     assert red_centre(frames["lean"][3]) == pytest.approx(red_centre(frames["high"][3]), abs=1.0)
     assert seconds["lean"] < seconds["high"]
@@ -313,8 +316,8 @@ PROCESSES = textwrap.dedent(
         queue = context.Queue()
         process = context.Process(target=draw, args=(queue,))
         process.start()
-        answer = queue.get(timeout=60)
-        process.join(60)
+        answer = queue.get(timeout=200)
+        process.join(200)
         return answer, process.exitcode
 
     if __name__ == "__main__":
@@ -340,7 +343,7 @@ def test_worker_processes_draw_and_exit_in_silence(backend, tmp_path):
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

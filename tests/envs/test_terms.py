@@ -1,6 +1,9 @@
 """Reward and observation terms by name: their values, their use in a config, and what is wrong with a config."""
 
+import inspect
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,3 +212,25 @@ def test_the_form_with_func_and_mode_is_understood_for_registered_names():
     ) as caught:
         make({"id": "PushCubeRL", "env": {"rewards": {"approach": {"func": "neer", "params": {}}}}})
     assert "another simulator" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["reward", "observation"])
+def test_the_guide_has_a_row_for_every_term_with_its_parameters(kind):
+    registry = {"reward": terms.REWARDS, "observation": terms.OBSERVATIONS}[kind]
+    text = (Path(__file__).parents[2] / "docs" / "own_task.md").read_text()
+    rows = text.partition(f"| {kind} | parameters | value |")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = {}
+    for row in rows:
+        name, parameters = re.findall(r"`(\w+)`", row.split("|")[1])[0], row.split("|")[2]
+        shown[name] = {key: value or None for key, value in re.findall(r"`(\w+)`(?: \(([^)]*)\))?", parameters)}
+    expected = {}
+    for name in registry:
+        if not registry[name].__module__.startswith("embodichain"):
+            continue  # registered by another test
+        given = inspect.signature(registry[name]).parameters.values()
+        expected[name] = {
+            one.name: None if one.default is one.empty else str(one.default)
+            for one in given
+            if one.name not in registry.given
+        }
+    assert shown == expected

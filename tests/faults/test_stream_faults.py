@@ -7,8 +7,6 @@ import multiprocessing as mp
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader
 from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.errors import ClusterError, EngineStateError, SimulationError, StreamStalledError, WorkerError
+from tests.programs import Program, descendants, ends_soon, is_alive, start_program, suspend, wait_until
 
 TESTS = Path(__file__).parents[1]
 
@@ -29,7 +28,7 @@ def faulty(folder: Path, kinds: list[str], after: int = 120) -> dict[str, Any]:
     return gym_config(num_envs=4, kinds=kinds, after=after, folder=str(folder))
 
 
-def sample_until(engine: OnlineDataEngine, condition: Callable[[], bool], seconds: float = 90.0) -> int:
+def sample_until(engine: OnlineDataEngine, condition: Callable[[], bool], seconds: float = 120.0) -> int:
     """Sample without a break until something has happened; return how many batches that took."""
     deadline, batches = time.monotonic() + seconds, 0
     while not condition():
@@ -38,20 +37,6 @@ def sample_until(engine: OnlineDataEngine, condition: Callable[[], bool], second
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)  # the workers need the processor more
     return batches
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have started."""
-    tasks = Path(f"/proc/{pid}/task")
-    own = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
-    return own + [further for child in own for further in children(child)]
 
 
 def test_workers_that_raise_hang_lie_or_exit_are_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -66,8 +51,11 @@ def test_workers_that_raise_hang_lie_or_exit_are_replaced(tmp_path: Path, caplog
         gym_config=environment, refill_threshold=1, num_workers=2, max_restarts=20, worker_timeout=4.0
     )
     with caplog.at_level(logging.WARNING), OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
-        batches = sample_until(engine, lambda: all(words in caplog.text for words in told))
-        assert batches > 100
+        sample_until(engine, (tmp_path / "fault1").exists)  # one hangs
+        before_that = caplog.text.count(told[1])
+        meanwhile = sample_until(engine, lambda: caplog.text.count(told[1]) > before_that)
+        assert meanwhile > 3  # nobody waits for it
+        sample_until(engine, lambda: all(words in caplog.text for words in told) and engine.stats().samples > 100 * 32)
         assert engine.stats().restarts >= 4
         # Every worker writes again, and all rows hold whole episodes.
         before = [engine.episode_info(row).sequence for row in range(16)]
@@ -79,12 +67,13 @@ def test_a_killed_worker_is_replaced_and_its_rows_stay(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING), OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
         sample_until(engine, lambda: engine.stats().refills > 2)
         (pid,) = engine.worker_pids
+        suspend(pid)
+        torn = [row for row in range(16) if engine._sampling().buffer.sequence[row] % 2 == 1]
+        assert len(torn) <= 1  # the one it may have been writing
         os.kill(pid, signal.SIGKILL)
         sample_until(engine, lambda: engine.stats().restarts == 1)
         rows = [engine.shared_buffer["reward"][row, 0].item() for row in range(16)]
-        infos = [engine.episode_info(row) for row in range(16) if engine._sampling().buffer.sequence[row] % 2 == 0]
-        assert len(infos) >= 15  # all but the one it may have been writing
-        assert all(info.length >= 5 for info in infos)
+        assert all(engine.episode_info(row).length >= 5 for row in range(16) if row not in torn)
         written = engine.stats().episodes_written
         sample_until(engine, lambda: engine.stats().episodes_written > written + 32)
         assert engine.worker_pids != [pid]
@@ -93,27 +82,30 @@ def test_a_killed_worker_is_replaced_and_its_rows_stay(caplog: pytest.LogCapture
     assert "was killed by SIGKILL" in caplog.text
 
 
-def test_a_worker_that_was_stopped_together_with_the_engine_is_not_held_to_hang() -> None:
+def test_a_worker_that_was_stopped_together_with_the_engine_is_not_held_to_hang(tmp_path: Path) -> None:
     """What a paused container or a suspended machine does to both, for longer than worker_timeout."""
+    awake = tmp_path / "awake"
     parent = run_script(
-        "import time\n"
-        "engine = OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(refill_threshold=1, worker_timeout=2.0)))\n"
+        "import time\nfrom pathlib import Path\n"
+        "engine = OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(refill_threshold=1, worker_timeout=5.0)))\n"
         "engine.start()\nprint(*engine.worker_pids, flush=True)\n"
-        "before = time.monotonic()\n"
-        "while time.monotonic() < before + 8: check_chunks(engine.sample_batch(32, 4)), time.sleep(0.01)\n"
-        "print(engine.stats().restarts, engine.stats().refills > 3, flush=True)\n"
+        "def sample(): check_chunks(engine.sample_batch(32, 4)), time.sleep(0.01)\n"
+        f"while not Path({str(awake)!r}).exists(): sample()\n"
+        "before = engine.stats().refills\n"
+        "while engine.stats().refills < before + 3: sample()\n"
+        "print(engine.stats().restarts, flush=True)\n"
     )
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
-    pids = (parent.pid, worker)
-    for pid in reversed(pids):
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(4.0)
+    for pid in (parent.pid, worker):
+        suspend(pid)
+    time.sleep(7.0)
     os.kill(parent.pid, signal.SIGCONT)
-    time.sleep(0.5)  # the engine wakes first, and sees a worker that has not moved for four seconds
+    time.sleep(0.5)  # the engine wakes first, and sees a worker that has not moved for seven seconds
     os.kill(worker, signal.SIGCONT)
-    words, errors = parent.communicate(timeout=90)
-    assert words.split() == ["0", "True"], errors
+    awake.touch()
+    words, errors = parent.communicate(timeout=120)
+    assert words.split() == ["0"], errors
 
 
 def _sample_until_failure(engine: OnlineDataEngine, pipe: Any) -> None:
@@ -122,7 +114,7 @@ def _sample_until_failure(engine: OnlineDataEngine, pipe: Any) -> None:
             engine.sample_batch(8, 3)
             time.sleep(0.001)
     except WorkerError as error:
-        pipe.send((time.monotonic(), str(error), type(error.__cause__).__name__))
+        pipe.send((str(error), type(error.__cause__).__name__))
 
 
 def test_a_worker_that_keeps_failing_is_reported_to_every_process(tmp_path: Path) -> None:
@@ -132,7 +124,7 @@ def test_a_worker_that_keeps_failing_is_reported_to_every_process(tmp_path: Path
         "from tests.faults.test_stream_faults import report_to_every_process\n"
         f"report_to_every_process(Path({str(tmp_path)!r}))\n"
     )
-    _, errors = parent.communicate(timeout=90)
+    _, errors = parent.communicate(timeout=240)
     assert parent.returncode == 0, errors
 
 
@@ -146,10 +138,8 @@ def report_to_every_process(tmp_path: Path) -> None:
         loader = DataLoader(OnlineDataset(engine, 4, batch_size=8), batch_size=None, num_workers=1)
         with pytest.raises(WorkerError, match=r"(?s)In the worker:.*ZeroDivisionError: the simulation broke"):
             list(loader)
-        noticed = time.monotonic()
-        assert ours.poll(30)
-        moment, words, cause = ours.recv()
-        assert abs(moment - noticed) < 5
+        assert ours.poll(100)  # the engine was not stopped yet: it was told, too
+        words, cause = ours.recv()
         assert "stream_envs.py" in words
         assert "worker 0 raised ZeroDivisionError" in words
         assert cause == "ZeroDivisionError"
@@ -178,14 +168,14 @@ def test_a_stream_that_is_not_refreshed_any_more_warns_and_then_fails(caplog: py
         gym_config=gym_config(num_envs=4, solves=30),
         action_config={"source": "random", "only_success": True},
         refill_threshold=20,
-        worker_timeout=2.0,
+        worker_timeout=5.0,
     )
     with caplog.at_level(logging.WARNING), OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
-        time.sleep(3.0)  # nobody samples, so no episode is due
+        time.sleep(6.0)  # nobody samples, so no episode is due
         loader = iter(DataLoader(OnlineDataset(engine, 4, batch_size=8), batch_size=None, num_workers=1))
         check_chunks(next(loader))
         assert not caplog.records
-        words = r"worker 0 wrote no episode for \d+ s, although some are due: \d+ episodes finished, and 0 of the \d\d"
+        words = r"worker 0 wrote no episode for \d+ s, although some are due: \d+ episodes finished, 0 of \d\d"
         with pytest.raises(StreamStalledError, match=words):
             sample_until(engine, lambda: False)
         with pytest.raises(StreamStalledError, match=words):
@@ -197,8 +187,8 @@ def test_a_stream_that_is_not_refreshed_any_more_warns_and_then_fails(caplog: py
 
 def test_a_stream_of_slow_episodes_is_not_held_to_stall() -> None:
     """An episode takes longer than worker_timeout, which is about steps."""
-    slow = gym_config(num_envs=2, min_steps=12, max_steps=14, step_seconds=0.05)  # 1.2 s and more
-    settings = stream_settings(gym_config=slow, buffer_size=4, refill_threshold=1, worker_timeout=0.5)
+    slow = gym_config(num_envs=4, min_steps=12, max_steps=14, step_seconds=0.07)  # 3.4 s and more
+    settings = stream_settings(gym_config=slow, buffer_size=4, refill_threshold=1, worker_timeout=3.0)
     with OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
         sample_until(engine, lambda: engine.stats().refills > 1)
         assert engine.stats().restarts == 0
@@ -206,8 +196,8 @@ def test_a_stream_of_slow_episodes_is_not_held_to_stall() -> None:
 
 def test_a_stream_that_becomes_slow_is_not_held_to_stall() -> None:
     """Episodes were quick, and then take longer than worker_timeout: the worker steps, so it does not stall."""
-    slow = gym_config(num_envs=1, min_steps=6, max_steps=6, slow_seconds=0.5, slow_after=48)
-    settings = stream_settings(gym_config=slow, buffer_size=4, refill_threshold=1, worker_timeout=1.5)
+    slow = gym_config(num_envs=1, min_steps=6, max_steps=6, slow_seconds=0.6, slow_after=48)
+    settings = stream_settings(gym_config=slow, buffer_size=4, refill_threshold=1, worker_timeout=3.0)
     with OnlineDataEngine(OnlineDataEngineCfg(**settings)) as engine:
         sample_until(engine, lambda: engine.stats().episodes_written >= 8)
         sample_until(engine, lambda: engine.stats().episodes_written >= 10)
@@ -221,7 +211,7 @@ def test_who_samples_is_told_why_the_engine_ended() -> None:
     with OnlineDataEngine(OnlineDataEngineCfg(**stream_settings(gym_config=gym_config(num_envs=1)))) as engine:
         engine._supervisor._pool.poll = cut_off  # type: ignore[union-attr,method-assign,assignment]
         with pytest.raises(ClusterError, match="the connection is lost"):
-            sample_until(engine, lambda: False, seconds=20)
+            sample_until(engine, lambda: False)
 
 
 def test_a_supervisor_that_fails_says_why_wherever_somebody_samples() -> None:
@@ -236,7 +226,7 @@ def test_a_supervisor_that_fails_says_why_wherever_somebody_samples() -> None:
         check_chunks(next(loader))
         engine._supervisor._pool.poll = break_down  # type: ignore[union-attr,method-assign,assignment]
         with pytest.raises(EngineStateError, match="the engine raised ArithmeticError: nobody has thought") as caught:
-            sample_until(engine, lambda: False, seconds=20)
+            sample_until(engine, lambda: False)
         assert isinstance(caught.value.__cause__, ArithmeticError)
         with pytest.raises(EngineStateError, match=r"(?s)raised ArithmeticError: nobody.*In the engine:.*break_down"):
             list(loader)
@@ -251,7 +241,7 @@ def test_who_starts_an_engine_without_enough_address_space_is_told_so(rows: int)
         f"settings = stream_settings(buffer_size={rows}, max_episode_steps=1000)\n"
         "OnlineDataEngine(OnlineDataEngineCfg(**settings)).start()\n"
     )
-    _, errors = parent.communicate(timeout=90)
+    _, errors = parent.communicate(timeout=240)
     told = errors.strip().splitlines()[-1]
     assert told.startswith(f"embodichain.errors.SharedMemoryError: a buffer of {rows} episodes x 1000 steps"), errors
     assert ("ulimit -v" in told) == (rows == 60_000)
@@ -266,17 +256,11 @@ def test_a_failure_before_the_first_fill_ends_start(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, SimulationError)
 
 
-def run_script(body: str) -> subprocess.Popen[str]:
+def run_script(body: str) -> Program:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     modules = ("stream_envs", "embodichain.agents.engine", "embodichain.agents.datasets")
     head = "".join(f"from {module} import *\n" for module in modules)
-    return subprocess.Popen(
-        [sys.executable, "-c", head + body],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    return start_program("-c", head + body, env={**os.environ, "PYTHONPATH": path})
 
 
 STREAM = """
@@ -295,17 +279,14 @@ def test_nothing_is_left_when_the_parent_is_killed() -> None:
     parent = run_script(STREAM)
     assert parent.stdout is not None
     workers = [int(pid) for pid in parent.stdout.readline().split()]
-    everybody = {parent.pid, *children(parent.pid)}  # the DataLoader's worker and its helpers, too
+    everybody = {parent.pid, *descendants(parent.pid)}  # the DataLoader's worker and its helpers, too
     assert len(workers) == 2
     assert everybody > set(workers)
     assert all(is_alive(pid) for pid in workers)
     parent.kill()
-    killed = time.monotonic()
     parent.wait()
-    while any(is_alive(pid) for pid in workers):
-        assert time.monotonic() - killed < 5, "a worker outlived its parent"
-        time.sleep(0.02)
-    time.sleep(max(killed + 5 - time.monotonic(), 0))
+    outliving = [pid for pid in everybody if not ends_soon(pid)]
+    assert not outliving, "a process outlived its parent"
     # torch names its files torch_PID_...; ours have no names at all.
     names = [name for name in os.listdir("/dev/shm") if "embodichain" in name or name.startswith("torch_")]
     assert not [name for name in names if any(f"_{pid}_" in name for pid in everybody)]
@@ -319,13 +300,11 @@ def test_ctrl_c_during_start_ends_everything_quietly() -> None:
     )
     assert parent.stdout is not None
     parent.stdout.readline()
-    deadline = time.monotonic() + 60
-    while not (workers := children(parent.pid)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: descendants(parent.pid))
+    workers = descendants(parent.pid)
     time.sleep(1.0)
     parent.send_signal(signal.SIGINT)
-    _, errors = parent.communicate(timeout=30)
+    _, errors = parent.communicate(timeout=100)
     assert "KeyboardInterrupt" in errors
     assert "fork_server.py" not in errors
-    assert not any(is_alive(pid) for pid in workers)
+    assert all(ends_soon(pid) for pid in workers)

@@ -27,23 +27,34 @@ from embodichain.agents.engine.shared_buffer import Control, SharedBuffer, State
 from embodichain.agents.processes import pool
 from embodichain.errors import EngineStateError
 from tests.faults.test_stream_torn import BATCH, CHUNK, LAYOUT, ROWS, STEPS, Stamper
+from tests.programs import suspend
 
 _CONTEXT = mp.get_context("fork")
 _TORN = 3
 """Exit code of a reader that was given a torn window."""
+_READ = 1000
+"""Windows that are read at least."""
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 120.0
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.001)
 
 
-def kill_one(processes: list[Any], start: Callable[[], Any], generator: random.Random) -> None:
-    """Kill one of some processes at any time, make sure that it had done nothing wrong, and start another."""
+def kill_one(
+    processes: list[Any], start: Callable[[], Any], generator: random.Random, when: Callable[[], bool] = lambda: True
+) -> None:
+    """Kill one of some processes at any time at which something is so, make sure that it had done nothing wrong, and
+    start another."""
     time.sleep(generator.uniform(0.0, 0.02))
     victim = processes.pop(generator.randrange(len(processes)))
+    suspend(victim.pid)
+    while not when():
+        os.kill(victim.pid, signal.SIGCONT)
+        time.sleep(generator.uniform(0.0, 0.002))
+        suspend(victim.pid)
     os.kill(victim.pid, signal.SIGKILL)
     victim.join()
     assert victim.exitcode == -signal.SIGKILL
@@ -52,7 +63,7 @@ def kill_one(processes: list[Any], start: Callable[[], Any], generator: random.R
 
 def end(processes: list[Any]) -> None:
     for process in processes:
-        process.join(30)
+        process.join(120)
         assert process.exitcode == 0
 
 
@@ -82,8 +93,9 @@ def _read(buffer: SharedBuffer) -> None:
 
 
 def attack_buffer(writer_kills: int, reader_kills: int) -> int:
-    """Kill processes that do nothing but write, or read; return how many windows were read meanwhile."""
-    generator = random.Random(writer_kills)
+    """Kill processes that do nothing but write, or read; return how many windows were read meanwhile. One writer at
+    least is killed in the middle of a write."""
+    generator, torn = random.Random(writer_kills), [0]
     buffer = SharedBuffer(LAYOUT, ROWS, STEPS, 1)
     stamper = Stamper(buffer)
     for row in range(ROWS):
@@ -95,7 +107,11 @@ def attack_buffer(writer_kills: int, reader_kills: int) -> int:
         process.start()
         return process
 
+    def torn_rows() -> int:
+        return int((buffer.sequence % 2 == 1).sum())
+
     def start_writer() -> Any:
+        torn.append(torn_rows())  # nobody writes now: they were left by the one that was killed
         before = buffer.episodes_written
         process = start(_write, generator.randrange(10_000))
         wait_for(lambda: buffer.episodes_written > before + 2)
@@ -107,16 +123,16 @@ def attack_buffer(writer_kills: int, reader_kills: int) -> int:
         wait_for(lambda: buffer.samples > before + BATCH)
         return process
 
-    writers, readers, torn_rows = [start_writer()], [start_reader(), start_reader()], 0
+    writers, readers = [start_writer()], [start_reader(), start_reader()]
     victims = ["writer"] * writer_kills + ["reader"] * reader_kills
     generator.shuffle(victims)
     for victim in victims:
         if victim == "writer":
-            kill_one(writers, start_writer, generator)
-            torn_rows += int((buffer.sequence % 2 == 1).sum())
+            kill_one(writers, start_writer, generator, when=lambda: any(torn) or torn_rows() > 0)
         else:
             kill_one(readers, start_reader, generator)
-    assert torn_rows > 0  # some were killed in the middle of a write
+    assert any(torn)
+    wait_for(lambda: buffer.samples > _READ)
     buffer.control[Control.STATE] = State.STOPPED
     end([*writers, *readers])
     return buffer.samples
@@ -169,6 +185,7 @@ def attack_engine(writer_kills: int, reader_kills: int) -> OnlineDataEngine:
             wait_for(lambda restarts=restarts: engine.stats().restarts > restarts)  # type: ignore[misc]
             wait_for(lambda before=before: engine.stats().episodes_written > before)  # type: ignore[misc]
         assert engine.stats().restarts == writer_kills
+        wait_for(lambda: engine.stats().samples > _READ)
         pids.update(engine.worker_pids)
     end(readers)
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
@@ -200,7 +217,7 @@ def test_processes_that_are_killed_at_random_leave_nothing_torn_and_nothing_behi
     monkeypatch.setattr(pool, "_FIRST_PAUSE", 0.0)  # a worker that was killed often is replaced after a pause
     with caplog.at_level(logging.ERROR):
         read = attack(6, 3)
-    assert min(read.values()) > 1000
+    assert min(read.values()) > _READ
 
 
 if __name__ == "__main__":

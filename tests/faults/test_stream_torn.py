@@ -79,7 +79,7 @@ def test_no_window_is_torn() -> None:
         process.start()
     torn = []
     for _ in processes:
-        assert ours.poll(100)
+        assert ours.poll(250)
         torn.append(ours.recv())
     buffer.control[Control.STATE] = State.STOPPED
     for process in (writer, *processes):

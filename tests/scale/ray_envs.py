@@ -23,7 +23,7 @@ class OneSlowEnv(StampEnv):
     def __init__(self, folder: str, **kwargs: Any) -> None:
         if not _mine:
             _mine.append(_claim(Path(folder) / "slow"))
-        super().__init__(step_seconds=0.05 if _mine[0] else 0.0, **kwargs)
+        super().__init__(step_seconds=0.25 if _mine[0] else 0.0, **kwargs)
 
 
 def make_in_some_processes(folder: str, most: int) -> Env:

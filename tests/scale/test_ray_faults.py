@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -23,12 +24,13 @@ from embodichain.agents.rl.collector.backends.ray import RayBackend
 from embodichain.agents.rl.collector.weights import WeightSnapshot
 from embodichain.errors import ClusterError, CollectorError, WorkerError
 from tests.agents.rl.async_cases import NUM_STEPS, make_env, make_learner
+from tests.programs import wait_until
 from tests.scale.test_ray_rl import learn, ray_collector
 from tests.scale.test_ray_stream import nothing_of_ray_is_left, sample_until
 
 
 def learn_until(algorithm: Any, collector: Any, condition: Any) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         learn(algorithm, collector, 1)
         assert time.monotonic() < deadline, "waited in vain"
@@ -52,7 +54,7 @@ def test_a_constructor_that_fails_is_counted_and_told(
             super().__init__(job)
 
     monkeypatch.setattr(worker, "StreamWorker", Broken)
-    settings = stream_settings(workers="ray", address=cluster.address, start_timeout=60.0, refill_threshold=4)
+    settings = stream_settings(workers="ray", address=cluster.address, refill_threshold=4)
     with OnlineDataEngine(OnlineDataEngineCfg(**settings, max_restarts=2)) as engine:
         os.kill(engine.worker_pids[0], signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"(?s)worker 0 ended: .*In the worker.*this node has no simulator"):
@@ -66,18 +68,18 @@ def test_a_stream_whose_nodes_are_all_gone_is_an_error(cluster: Any, caplog: pyt
     """The head has room for workers of another kind alone. Nothing is wrong as long as no episode is due."""
     cluster.kill()
     cluster.guest = cluster._cluster.add_node(num_cpus=1, resources={"island": 1}, **cluster._node())
-    settings = stream_settings(workers="ray", address=cluster.address, refill_threshold=4, worker_timeout=4.0)
+    settings = stream_settings(workers="ray", address=cluster.address, refill_threshold=4, worker_timeout=8.0)
     with OnlineDataEngine(OnlineDataEngineCfg(**settings, placement={"resources": {"island": 1}})) as engine:
         loader = iter(DataLoader(OnlineDataset(engine, 4, batch_size=8), batch_size=None, num_workers=1))
         next(loader)
         cluster.kill()
-        words = "no node of the cluster had room for a worker for 4 s, since all that had one are gone: each needs"
+        words = "no node of the cluster had room for a worker for 8 s, since all nodes with workers are gone"
         with pytest.raises(ClusterError, match=words):
             sample_until(engine, lambda: False)
         with pytest.raises(ClusterError, match=words):
             list(loader)
     assert "is gone with its node" in caplog.text
-    assert "no node of the Ray cluster has had a worker for 2 s" in caplog.text
+    assert re.search(r"no node of the Ray cluster has had a worker for [4-8] s", caplog.text)
 
 
 # --- rollouts -------------------------------------------------------------------------------------------------------
@@ -108,10 +110,10 @@ def test_a_worker_that_hangs_is_replaced_and_each_has_the_cores_of_its_placement
 ) -> None:
     algorithm = make_learner()
     env = functools.partial(make_troubled, str(tmp_path), trouble="hang", at=NUM_STEPS + 2)
-    with ray_collector(algorithm, cluster, env, step_timeout=2.0, max_restarts=1) as collector:
+    with ray_collector(algorithm, cluster, env, step_timeout=6.0, max_restarts=1) as collector:
         learn(algorithm, collector, 4)
         assert collector.statistics()["async/restarts"] == 1.0
-    assert "worker 0 hung: it has not come back from a step for 2 s; replacing it (1 of 1)" in caplog.text
+    assert "worker 0 hung: it has not come back from a step for 6 s; replacing it (1 of 1)" in caplog.text
     assert json.loads((tmp_path / "threads.json").read_text()) == {"torch": 1, "simulation": 1}
 
 
@@ -119,17 +121,15 @@ def test_a_worker_that_stops_while_it_has_nothing_to_do_is_replaced(
     cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     algorithm = make_learner()
-    with ray_collector(algorithm, cluster, make_env(), max_policy_lag=0, step_timeout=2.0) as collector:
+    with ray_collector(algorithm, cluster, make_env(), max_policy_lag=0, step_timeout=5.0) as collector:
         learn(algorithm, collector, 1)
-        pool = collector._backend._pool
-        time.sleep(1.0)
-        os.kill(pool.workers[0].pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 60
-        while collector._backend.restarts == 0:
-            assert time.monotonic() < deadline, "nobody noticed"
-            time.sleep(0.05)
+        (waiting,) = collector._backend._pool.workers
+        before = waiting.heartbeat.last
+        wait_until(lambda: waiting.heartbeat.last > before and not waiting.heartbeat.is_busy)  # it says that it waits
+        os.kill(waiting.pid, signal.SIGSTOP)
+        wait_until(lambda: collector._backend.restarts == 1)
         learn(algorithm, collector, 2)
-    assert "hung: it has shown no sign of life for 5 s, while it waited for work; replacing it (1 of 3)" in caplog.text
+    assert "hung: it has sent no heartbeat for 5 s while it waited for work; replacing it (1 of 3)" in caplog.text
 
 
 def test_a_worker_that_never_worked_is_an_error_at_once(cluster: Any, tmp_path: Path) -> None:

@@ -6,10 +6,7 @@ import heapq
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +20,13 @@ from embodichain.agents.rl.collector.backends.ray import choose, in_time
 from embodichain.agents.rl.config import TrainCfg
 from embodichain.errors import ConfigError
 from tests.agents.rl.async_cases import NUM_STEPS, make_collector, make_env, make_learner
+from tests.programs import start_program, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ray_collector(algorithm: Any, cluster: Any, env: Any = None, **settings: Any) -> Any:
-    common = {"worker": "ray", "address": cluster.address, "start_timeout": 60.0, "step_timeout": 20.0}
+    common = {"worker": "ray", "address": cluster.address, "start_timeout": 150.0, "step_timeout": 60.0}
     return make_collector(algorithm, env, rollouts=6, **common | settings)
 
 
@@ -131,7 +129,7 @@ def test_a_killed_node_costs_what_is_in_flight_and_is_taken_back(cluster: Any) -
         pool = collector._backend
 
         def go_on(condition: Any, at_least: int = 4) -> None:
-            deadline, done = time.monotonic() + 60, 0
+            deadline, done = time.monotonic() + 120, 0
             while done < at_least or not condition():
                 version = int(algorithm.policy.version)
                 rollout = learn(algorithm, collector, 1)[0]
@@ -155,19 +153,19 @@ def test_a_killed_node_costs_what_is_in_flight_and_is_taken_back(cluster: Any) -
 
 def test_a_slow_worker_does_not_hold_up_the_other(cluster: Any, tmp_path: Any) -> None:
     algorithm = make_learner("ppo")
-    slow = make_env(pause=0.02, slow=str(tmp_path / "slow"), slowness=40.0)
+    slow = make_env(pause=0.02, slow=str(tmp_path / "slow"), slowness=100.0)
     collector = ray_collector(algorithm, cluster, slow, num_workers=2, max_policy_lag=1)
     collector.reset(seed=1)
     with collector:
         pool = collector._backend
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while pool.num_workers < 2:
             learn(algorithm, collector, 1)
             assert time.monotonic() < deadline
         began = time.monotonic()
         learn(algorithm, collector, 12)
-        # In order, every second rollout would be the slow one's: 6 times 5 steps of 0.8 s.
-        assert time.monotonic() - began < 0.5 * 6 * NUM_STEPS * 0.8
+        # In order, every second rollout would be the slow one's: 6 times 5 steps of 2 s.
+        assert time.monotonic() - began < 0.5 * 6 * NUM_STEPS * 2.0
 
 
 def test_the_name_of_a_worker_will_do_in_a_config() -> None:
@@ -178,15 +176,14 @@ def test_the_name_of_a_worker_will_do_in_a_config() -> None:
 def run_learner(folder: Path, number: signal.Signals, *arguments: str) -> int:
     """Send a signal to a learner, once both of its workers were at work and it has saved; return its exit code."""
     before = len(metrics(folder))
-    command = [sys.executable, "-m", "embodichain", "train", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as learner:
-        deadline = time.monotonic() + 90
+    with start_program("-m", "embodichain", "train", *arguments) as learner:
+        deadline = time.monotonic() + 120
         while not any(line.get("async/workers") == 2 for line in metrics(folder)[before:]) or not saved(folder):
-            assert learner.poll() is None, learner.stderr and learner.stderr.read()
+            assert learner.poll() is None, learner.stderr.read()
             assert time.monotonic() < deadline, "no checkpoint"
             time.sleep(0.1)
         learner.send_signal(number)
-        learner.communicate(timeout=60)
+        learner.communicate(timeout=100)
     return learner.returncode
 
 
@@ -200,6 +197,7 @@ def saved(folder: Path) -> bool:
     return bool(list((folder / "checkpoints").glob("step_*[1-9]*")))
 
 
+@pytest.mark.timeout(600)
 def test_workers_end_with_a_learner_that_is_killed_and_a_resumed_run_starts_new_ones(
     cluster: Any, tmp_path: Path
 ) -> None:
@@ -227,10 +225,3 @@ def test_workers_end_with_a_learner_that_is_killed_and_a_resumed_run_starts_new_
     assert run_learner(run, signal.SIGTERM, "--resume", str(run)) == 130  # interrupted, and saved
     end = load_checkpoint(find_checkpoint(run, "latest"))["trainer"]["global_step"]
     assert end == metrics(run)[-1]["step"] > reached
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)

@@ -19,7 +19,7 @@ from embodichain.agents.engine.sources import open_source
 from embodichain.agents.engine.worker import BatchWriter
 from embodichain.errors import ClusterError, ConfigError, SimulationError
 
-SETTINGS = {"start_timeout": 60.0, "worker_timeout": 30.0, "refill_threshold": 4}
+SETTINGS = {"start_timeout": 150.0, "worker_timeout": 60.0, "refill_threshold": 4}
 
 
 def stream(cluster: Any, **changes: Any) -> OnlineDataEngine:
@@ -27,7 +27,7 @@ def stream(cluster: Any, **changes: Any) -> OnlineDataEngine:
     return OnlineDataEngine(OnlineDataEngineCfg(**settings))
 
 
-def sample_until(engine: OnlineDataEngine, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def sample_until(engine: OnlineDataEngine, condition: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         check_chunks(engine.sample_batch(32, 4))

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ const context = canvas.getContext("2d")
 context.drawImage(image, 0, 0)
 return [canvas.width, canvas.height, Array.from(context.getImageData(0, 0, canvas.width, canvas.height).data)]
 """
+_READ_SIZE = """
+const box = Array.from(document.querySelectorAll("canvas")).map(one => one.getBoundingClientRect())
+    .reduce((a, b) => a.width * a.height >= b.width * b.height ? a : b)
+return [box.width, box.height]
+"""
 _SECONDS = 90.0
 
 
@@ -91,7 +97,9 @@ class Page:
 
     def tab(self, title: str) -> None:
         """Go to another tab."""
-        self.all(f"//*[@role='tab'][@title='{title}']")[-1].click()
+        path = f"//*[@role='tab'][@title='{title}']"
+        self.wait(lambda: self.all(path), title)
+        self.all(path)[-1].click()
 
     def box(self, value: str) -> Any:
         """Return the box that shows a value, and wait for it."""
@@ -128,12 +136,16 @@ class Page:
         self.driver.execute_script("document.activeElement.blur()")
         ActionChains(self.driver).send_keys(keys).perform()
 
-    def drag(self, begin: tuple[int, int], by: tuple[int, int], hold: Callable[[], object]) -> None:
-        """Drag with the control key and the left button from a place of the page, and look at something meanwhile."""
+    def drag(
+        self, begin: tuple[int, int], by: tuple[int, int], hold: Callable[[], object], control: bool = True
+    ) -> None:
+        """Drag with the left button, and with the control key, from a place of the page, and look meanwhile."""
         from selenium.webdriver import ActionChains, Keys
 
         steps = 6
-        moves = ActionChains(self.driver, duration=60).key_down(Keys.CONTROL)
+        moves = ActionChains(self.driver, duration=60)
+        if control:
+            moves.key_down(Keys.CONTROL)
         moves.w3c_actions.pointer_action.move_to_location(*begin)
         moves.w3c_actions.pointer_action.pointer_down()
         for step in range(1, steps + 1):
@@ -146,7 +158,9 @@ class Page:
         finally:
             end = ActionChains(self.driver)
             end.w3c_actions.pointer_action.pointer_up()
-            end.key_up(Keys.CONTROL).perform()
+            if control:
+                end.key_up(Keys.CONTROL)
+            end.perform()
 
     def screenshot(self, name: str) -> Image.Image:
         """Return what is to be seen, and keep it for the docs if that is wanted."""
@@ -157,6 +171,15 @@ class Page:
             small = image.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
             small.save(Path(SCREENSHOTS) / f"viewer_{name}.png", optimize=True)
         return image
+
+    def scene_size(self) -> tuple[int, int]:
+        """Return width and height of the scene, in pixels of the page."""
+        width, height = self.driver.execute_script(_READ_SIZE)
+        return int(width), int(height)
+
+    def pixels(self) -> NDArray[np.float64]:
+        """Return what is to be seen as numbers, ``[height, width, 3]``."""
+        return np.asarray(Image.open(BytesIO(self.driver.get_screenshot_as_png())).convert("RGB"), np.float64)
 
     def wait(self, condition: Callable[[], object], what: str, seconds: float = _SECONDS) -> None:
         """Wait until something is so; fail if it takes too long."""

@@ -14,6 +14,7 @@ from typing import Any
 import mujoco
 import numpy as np
 import pytest
+import torch
 
 from embodichain.envs.registration import make_to_watch
 from tests.viewer.browser import DRIVER, MISSING, PROGRAM, SCREENSHOTS, Page, colours, opened_browser
@@ -48,14 +49,34 @@ def served(source: Any, port: int) -> Iterator[Any]:
         viewer.close()
 
 
-def on_page(viewer: Any, point: np.ndarray) -> tuple[int, int]:
-    """Return where a point of the scene is seen, in pixels."""
+def on_page(page: Page, viewer: Any, point: np.ndarray) -> tuple[int, int]:
+    """Return where a point of the scene is seen, in pixels of the page. A slow browser draws the scene with fewer."""
     (client,) = viewer.server.get_clients().values()
     camera, rotation = client.camera, np.empty(9)
     mujoco.mju_quat2Mat(rotation, np.asarray(camera.wxyz, np.float64))
     x, y, z = rotation.reshape(3, 3).T @ (point - camera.position)
-    focal = 0.5 * camera.image_height / np.tan(0.5 * camera.fov)
-    return int(0.5 * camera.image_width + focal * x / z), int(0.5 * camera.image_height + focal * y / z)
+    width, height = page.scene_size()
+    focal = 0.5 * height / np.tan(0.5 * camera.fov)
+    return int(0.5 * width + focal * x / z), int(0.5 * height + focal * y / z)
+
+
+def look(page: Page, viewer: Any, position: np.ndarray, target: np.ndarray) -> None:
+    """Move the camera, wait until the page is drawn from there.
+
+    Until it is drawn, a mouse clicks on what was to be seen before.
+    """
+    (client,) = viewer.server.get_clients().values()
+    before = last = page.pixels()
+    with client.atomic():
+        client.camera.position, client.camera.look_at = position, target
+
+    def drawn() -> bool:
+        nonlocal last
+        earlier, last = last, page.pixels()
+        moved, still_moving = (np.abs(last - other)[:, :600].mean() for other in (before, earlier))
+        return bool(moved > 1.0 and still_moving < 0.1)
+
+    page.wait(drawn, "the other place to look from")
 
 
 def test_a_simulation_is_drawn_played_acted_in_and_pulled_at(page: Page, tmp_path: Path):
@@ -72,7 +93,7 @@ def test_a_simulation_is_drawn_played_acted_in_and_pulled_at(page: Page, tmp_pat
         page.wait(lambda: playback.cursor > 20, "the simulation")
         page.click("Pause")
         page.wait(lambda: not playback.playing, "the pause")
-        assert colours(page.screenshot("expert")) > 300, "an empty page"
+        page.wait(lambda: colours(page.screenshot("expert")) > 300, "the scene")
         last = len(playback.frames) - 1
         page.click("<")
         page.wait(lambda: playback.cursor == last - 1, "a step back")
@@ -98,13 +119,9 @@ def test_a_simulation_is_drawn_played_acted_in_and_pulled_at(page: Page, tmp_pat
         page.click("Play")
         page.wait(lambda: source.acts == "zero" and playback.frame is not None, "new episodes")
         place, offset = signal(viewer, "object/pos"), viewer.offset(0)
-        (client,) = viewer.server.get_clients().values()
-        with client.atomic():  # look at the cube, which is in the middle of the page then
-            client.camera.position = place + offset + np.array([0.5, -0.5, 0.45])
-            client.camera.look_at = place + offset
-        middle = on_page(viewer, place + offset)
-        drawn = client.camera.image_width, client.camera.image_height
-        assert np.abs(np.array(middle) - 0.5 * np.array(drawn)).max() <= 2
+        look(page, viewer, place + offset + np.array([0.5, -0.5, 0.45]), place + offset)
+        middle = on_page(page, viewer, place + offset)  # the cube is in the middle of the page
+        assert np.abs(np.array(middle) - 0.5 * np.array(page.scene_size())).max() <= 2
 
         def lift() -> None:
             page.wait(lambda: viewer.scene.pull is not None, "the pull")
@@ -141,6 +158,44 @@ def signal(viewer: Any, name: str) -> np.ndarray:
     return np.asarray(viewer.playback.frames[-1].signals[name][0])
 
 
+def test_a_person_drags_the_gizmo_and_records_episodes_to_their_end(page: Page, tmp_path: Path):
+    from embodichain.agents.datasets.lerobot import LeRobotReader
+    from embodichain.viewer.simulation import Simulation
+
+    env = make_to_watch("PickCubeRL", num_envs=1, seed=1, max_episode_steps=8)
+    source = Simulation(env, "PickCubeRL", seed=1, acts="person", out=tmp_path / "mine")
+    with served(source, 8235) as viewer:
+        page.open(viewer.url, viewer)
+        page.wait(lambda: page.all("//*[contains(text(), 'Drag the gizmo')]"), "what a person is told")
+        before, rotation = (part.numpy().astype(np.float64) for part in source.person.target())
+        look(page, viewer, before + np.array([0.1, -0.6, 0.3]), before)  # from a side of the tool's x-axis
+        begin, end = (np.array(on_page(page, viewer, before + along * rotation[:, 0])) for along in (0.12, 0.2))
+
+        def dragged() -> None:
+            page.wait(lambda: source.person.target()[0].sub(torch.from_numpy(before)).norm() > 0.02, "the gizmo")
+
+        page.drag(tuple(begin), tuple(end - begin), dragged, control=False)
+        target = source.person.target()[0].numpy() - before
+        moved = rotation.T @ target
+        assert moved[0] > 0.02, f"it was dragged along x, and moved by {moved}"
+        assert np.abs(moved[1:]).max() < 1e-3
+
+        path = "//*[normalize-space(text())='Record episodes']"
+        page.wait(lambda: page.all(path), "what records")
+        page.all(path)[-1].click()
+        page.click("Record")
+        page.wait(lambda: source.recorder.recording, "the recording")
+        page.click("Play")
+        page.wait(lambda: source.recorder.episodes > 1, "two episodes")
+        page.click("Pause")
+        page.screenshot("record")
+        page.click("Stop and finish the folder")
+        page.wait(lambda: not source.recorder.recording, "the folder")
+    reader = LeRobotReader(tmp_path / "mine")
+    assert len(reader) >= 2
+    assert set(reader.lengths) == {8}
+
+
 def test_a_recording_is_played_from_its_beginning_to_its_end(page: Page, tmp_path: Path):
     from embodichain.viewer.replay import Recording
     from embodichain.viewer.simulation import Simulation
@@ -157,7 +212,7 @@ def test_a_recording_is_played_from_its_beginning_to_its_end(page: Page, tmp_pat
         viewer.playback.go_to(18)
         viewer._dirty = True
         page.box("18")
-        assert colours(page.screenshot("recording")) > 300, "an empty page"
+        page.wait(lambda: colours(page.screenshot("recording")) > 300, "the scene")
         page.click("Play")
         last = len(viewer.playback.frames) - 1
         page.wait(lambda: viewer.playback.cursor == last and not viewer.playback.playing, "the end")

@@ -48,6 +48,12 @@ def client(address: str) -> Iterator[None]:
         yield
 
 
+def train_on(states: PublishedStates, steps: int = 2) -> None:
+    """Wait until the training has made so many steps."""
+    before = states.steps
+    wait(lambda: states.steps >= before + steps, "steps of the training")
+
+
 def watched(states: PublishedStates) -> bool:
     return bool(states.header[0])
 
@@ -65,7 +71,7 @@ def test_a_training_that_was_watched_twenty_times_ends_with_the_same_bits(tmp_pa
     (tmp_path / "tmp").mkdir()
     job = subprocess.Popen(
         [sys.executable, "-m", "embodichain", "train", str(tmp_path / "config.json"), "--viewer"],
-        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"},
         stderr=(tmp_path / "log").open("w"),
         stdout=subprocess.DEVNULL,
     )
@@ -87,8 +93,9 @@ def test_a_training_that_was_watched_twenty_times_ends_with_the_same_bits(tmp_pa
             wait(lambda: not watched(states), f"the viewer to let go, the {number}. time")
             sizes.append(size_of(job.pid))
         assert not failed
+        train_on(states)  # what was copied when it was told that nobody watches is there
         quiet = states.sequence
-        time.sleep(0.1)
+        train_on(states, steps=100)
         assert states.sequence == quiet, "states are copied while nobody watches"
         (files, memory), (last_files, last_memory) = sizes[4], sizes[-1]
         assert last_files <= files

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -11,9 +14,11 @@ import torch
 
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.cli.main import main
+from embodichain.cli.view import ViewArgs, _opened
 from embodichain.envs.registration import make_to_watch
 from embodichain.envs.task_env import TaskEnv
 from embodichain.errors import EmbodiChainError
+from embodichain.viewer.live import LiveJob
 from embodichain.viewer.playback import Playback
 from embodichain.viewer.scene import Pull
 from embodichain.viewer.simulation import RunPolicy, Simulation
@@ -53,6 +58,25 @@ def test_playing_goes_on_where_one_is_and_then_simulates_on():
         assert frame is not None
         parts = [values for name, values in frame.signals.items() if name.startswith("reward: ")]
         np.testing.assert_allclose(np.sum(parts, axis=0), frame.signals["reward"], atol=1e-5)
+
+
+def test_an_episode_begins_without_the_reward_of_the_previous_one():
+    source, env = simulation("expert", num_envs=2, max_episode_steps=5)
+    with env:
+        frames = [source.advance() for _ in range(8)]
+    assert [int(frame.step[0]) for frame in frames] == [0, 1, 2, 3, 4, 0, 1, 2]
+    for name in ("reward", "return", "action"):
+        assert frames[4].signals[name].any()
+        assert not frames[5].signals[name].any(), name
+    np.testing.assert_allclose(frames[7].signals["return"], frames[6].signals["reward"] + frames[7].signals["reward"])
+
+
+def test_an_episode_of_a_job_begins_without_the_reward_of_the_previous_one():
+    job = LiveJob.__new__(LiveJob)
+    copies = np.zeros((2, 1)), np.zeros((2, 0, 7)), np.array([0.0, 7.0]), np.array([2.0, 3.0])
+    job._published = {"it": SimpleNamespace(states=SimpleNamespace(sequence=1, read=lambda: copies))}
+    job._chosen, job._sequence = "it", 0
+    assert job.advance().signals["reward"].tolist() == [0.0, 3.0]
 
 
 def test_an_env_without_a_picture_says_why_and_is_asked_once(monkeypatch: pytest.MonkeyPatch):
@@ -115,7 +139,7 @@ def test_a_pulled_body_follows_the_mouse_and_is_let_go():
 
 
 @pytest.mark.extra("data")
-def test_what_is_recorded_is_shown_again_in_3d(tmp_path: Path):
+def test_what_is_recorded_is_shown_again_in_3d(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from embodichain.viewer.replay import Recording
 
     source, env = simulation("expert", num_envs=2, max_episode_steps=20)
@@ -134,10 +158,28 @@ def test_what_is_recorded_is_shown_again_in_3d(tmp_path: Path):
             np.testing.assert_array_equal(frame.pose.qpos[0], own.pose.qpos[1])
             np.testing.assert_array_equal(frame.pose.mocap[0], own.pose.mocap[1])
             np.testing.assert_array_equal(frame.signals["robot/qpos"][0], own.signals["robot/qpos"][1].astype("f4"))
+    steps = ["--gym_config.max_episode_steps", "20", "--gym_config.num_envs", "1", "--states"]
+    assert main(["record", "PickCubeRL", "--out", str(tmp_path / "expert"), "--episodes", "1", *steps]) == 0
+    folders = [str(tmp_path / name) for name in ("recorded", "expert")]
+    assert main(["dataset", "merge", *folders, "--out", str(tmp_path / "both")]) == 0  # the same robot, names and rate
+    assert Recording(tmp_path / "both").model is not None
+    panel = MagicMock()
+    panel.playback.step.return_value = False
+    recording.add_controls(panel)
+    panel.server.gui.add_slider.assert_called_once_with("Episode", 0, 1, 1, 1)  # the one that is shown
+    scene = tmp_path / "both" / "meta" / "embodichain_scene.json"
+    settings = json.loads(scene.read_text())["gym_config"]
+    scene.write_text(json.dumps({"gym_config": settings | {"id": "MyTask"}}))
+    problem = str(Recording(tmp_path / "both").problem)
+    assert problem.startswith("No scene in 3D: add --trust MODULE, with the module or file that registers 'MyTask'")
+    assert "PickCubeRL" not in problem
     (tmp_path / "recorded" / "meta" / "embodichain_scene.json").unlink()
     plain = Recording(tmp_path / "recorded")
     assert plain.model is None
-    assert "No scene in 3D" in str(plain.problem)
+    told = "No scene in 3D: the recording has none. 'embodichain record ... --states' records one."
+    assert plain.problem == told
+    with _opened(ViewArgs(str(tmp_path / "recorded"))):
+        assert told in capsys.readouterr().out
     assert plain.advance().signals["reward"].shape == (1,)
     with pytest.raises(EmbodiChainError, match="episodes 0 to 1, got 2"):
         Recording(tmp_path / "recorded", episode=2)
@@ -182,11 +224,18 @@ def test_the_latest_checkpoint_of_a_run_is_loaded_when_there_is_a_newer_one(
 
 @pytest.mark.extra("viewer")
 def test_mistakes_are_answered_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "my_task.py").write_text("")
     for words, told in (
         (["view", "PickCubeRLL"], "unknown environment 'PickCubeRLL'. Did you mean 'PickCubeRL'"),
         (["view", "PickCubeRL", "--policy", "best"], "--policy best: PickCubeRL can be acted in by expert, random"),
         (["view", "PickCubeRL", "--port", "70000"], "--port: expected a number between 1 and 65535, got 70000"),
+        (["view", "recordings/nope"], "recordings/nope: there is no such folder or file"),
+        (["view", "nope.py"], "nope.py: there is no such folder or file"),
+        (["view", "some/Env-v0"], "unknown environment 'some/Env-v0'"),
+        (["view", f"{tmp_path}/my_task.py"], f"that it registers, ID --trust {tmp_path}/my_task.py"),
         (["view", str(tmp_path)], "expected a checkpoint or a run with a checkpoint in it"),
+        (["view", str(tmp_path), "--max-episode-steps", "9"], "--max-episode-steps: expected an environment, got a"),
+        (["view", "PickCubeRL", "--max-episode-steps", "0"], "--max-episode-steps"),
         (["view", "PickCubeRL", "--num-envs", "0"], "--num-envs"),
     ):
         assert main(words) == 2

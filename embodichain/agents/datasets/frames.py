@@ -1,4 +1,4 @@
-"""Episodes and their frames: the arrays that a frame consists of, finished episodes, and what delivers them."""
+"""Episodes and their frames: the layout of a frame, finished episodes, and the ``EpisodeSource`` protocol."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Leaf:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """How many elements lie between neighbours along each axis: first of a sequence of frames, then of one."""
+        """Strides in elements of a contiguous sequence of frames ``[n, *shape]``."""
         return tuple(math.prod(self.shape[axis:]) for axis in range(len(self.shape) + 1))
 
     @property
@@ -43,7 +43,7 @@ class Leaf:
 
 
 ENDS = (Leaf(("reward",), torch.float32, ()), *(Leaf((name,), torch.bool, ()) for name in ("terminated", "truncated")))
-"""The arrays that every frame ends with."""
+"""The last arrays of every frame."""
 
 
 @dataclass(frozen=True)
@@ -62,30 +62,30 @@ class FrameLayout:
         return next((leaf.shape for leaf in self.leaves if leaf.key == key), None)
 
     def empty(self, *batch_size: int, **options: Any) -> Frames:
-        """Return new memory ``[*batch_size, ...]`` for every array; ``options`` are those of ``torch.empty``."""
+        """Return an uninitialized tensor ``[*batch_size, ...]`` per array; ``options`` go to ``torch.empty``."""
         return {leaf.key: torch.empty(*batch_size, *leaf.shape, dtype=leaf.dtype, **options) for leaf in self.leaves}
 
     def to_json(self) -> list[list[Any]]:
-        """Return plain data that ``from_json`` turns back into this layout."""
+        """Return the layout as JSON data, for ``from_json``."""
         return [[list(leaf.key), str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for leaf in self.leaves]
 
     @classmethod
     def from_json(cls, data: Iterable[Iterable[Any]]) -> FrameLayout:
-        """Build the layout that ``to_json`` described."""
+        """Build a layout from the output of ``to_json``."""
         return cls(tuple(Leaf(tuple(key), getattr(torch, dtype), tuple(shape)) for key, dtype, shape in data))
 
     @classmethod
     def of_step(
         cls, observation: TensorDictBase, action: Tensor, extra: Mapping[Key, Tensor] | None = None
     ) -> FrameLayout:
-        """Derive the layout from one batched step: observation, action and what else there is, ``[num_envs, ...]``."""
+        """Derive the layout from one batched step: observation, action and extra tensors, ``[num_envs, ...]``."""
         sample: Frames = {("observation", *key): value for key, value in flatten(observation).items()}
         sample |= {("action",): action, **(extra or {})}
         return cls((*(Leaf(key, value.dtype, tuple(value.shape[1:])) for key, value in sample.items()), *ENDS))
 
 
 def flatten(nested: TensorDictBase) -> Frames:
-    """Return the tensors of a nested TensorDict by their full keys, sorted."""
+    """Return the tensors of a nested TensorDict by full key, sorted."""
     flat: Frames = {}
     for name, value in nested.items(include_nested=True, leaves_only=True):
         key = (name,) if isinstance(name, str) else tuple(name)
@@ -96,7 +96,7 @@ def flatten(nested: TensorDictBase) -> Frames:
 
 
 def unflatten(flat: Mapping[Key, Any]) -> dict[str, Any]:
-    """Return nested dicts of what ``flat`` maps full keys to."""
+    """Return nested dicts from a mapping of full keys; the inverse of ``flatten``."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         inner = nested
@@ -107,11 +107,11 @@ def unflatten(flat: Mapping[Key, Any]) -> dict[str, Any]:
 
 
 INSTRUCTION: Key = ("observation", "instruction")
-"""What is to be done: UTF-8 bytes, with zeros to the end."""
+"""Language instruction: UTF-8 bytes, padded with zeros."""
 
 
 def words_of(instruction: Tensor) -> str | None:
-    """Return the text of an instruction ``[length]``; None if it is none."""
+    """Decode an instruction ``[length]``; None if the tensor holds no printable text."""
     if instruction.dtype != torch.uint8 or instruction.dim() != 1:
         return None
     try:
@@ -122,36 +122,36 @@ def words_of(instruction: Tensor) -> str | None:
 
 
 def bytes_of(words: str, length: int) -> Tensor:
-    """Return the instruction ``[length]`` of a text; a character that does not fit any more is left out."""
+    """Encode a text as an instruction ``[length]``, padded with zeros; characters that do not fit are dropped."""
     text = words.encode()[:length].decode(errors="ignore").encode()
     return torch.tensor([*text, *[0] * (length - len(text))], dtype=torch.uint8)
 
 
 @dataclass
 class Episode:
-    """One finished episode; its frames belong to the source that made it and are valid until its next step."""
+    """One finished episode; its frames are views of its source's memory, valid until the source's next step."""
 
     frames: dict[Key, tuple[Tensor, ...]]
     """For each key the frames in order, as consecutive pieces ``[n, ...]``."""
     length: int
     seed: int = -1
-    """Episode seed with which the environment can repeat it; -1 where there is none."""
+    """Seed with which the environment can repeat the episode; -1 if unknown."""
     success: bool | None = None
-    """Whether the task was solved; None if the environment does not say."""
+    """Whether the task was solved; None if the environment does not report it."""
     policy_version: int = -1
     task: str | None = None
-    """What was to be done, in words; None if that is not known."""
+    """Language instruction; None if unknown."""
     task_index: int = 0
-    """Which task of several it was."""
+    """Index of the task among several."""
 
     def check_finite(self) -> None:
-        """Raise if any number of the episode is NaN or infinite."""
+        """Raise ``SimulationError`` if any value of the episode is NaN or infinite."""
         for key, pieces in self.frames.items():
-            # A sum is not finite if any term is not; looking at every number is only needed then.
+            # A sum is not finite if any term is not; only then every value is checked.
             if pieces[0].is_floating_point() and not all(math.isfinite(p.sum(dtype=torch.float64)) for p in pieces):
                 frames = torch.cat(pieces)
                 bad = torch.nonzero(~torch.isfinite(frames).reshape(len(frames), -1).all(dim=1)).reshape(-1)
-                if bad.numel():  # else it was the sum that overflowed
+                if bad.numel():  # else only the sum overflowed
                     raise SimulationError(
                         f"{'/'.join(key)} is not finite at step {int(bad[0])} of the episode with seed {self.seed}: "
                         f"{frames[bad[0]].reshape(-1)[:8].tolist()}"
@@ -159,37 +159,37 @@ class Episode:
 
 
 class EpisodeSource(Protocol):
-    """Delivers finished episodes."""
+    """Produces finished episodes."""
 
     layout: FrameLayout
     max_steps: int
-    """No episode is longer."""
+    """Length of the longest possible episode."""
     step_seconds: float | None
-    """Time between two frames; None if nobody knows."""
+    """Time between two frames; None if unknown."""
 
     def advance(self) -> list[Episode]:
-        """Take one step and return the episodes that it finished, valid until the next call."""
+        """Take one step and return the episodes that ended, valid until the next call."""
 
     def close(self) -> None:
-        """Release what the source holds."""
+        """Release the resources of the source."""
 
 
 @dataclass(frozen=True)
 class EpisodeInfo:
-    """Where the episode in a row of the buffer came from."""
+    """Metadata of the episode in a row of the buffer."""
 
     row: int
     length: int
-    """Number of frames; 0 while nothing was written to the row yet."""
+    """Number of frames; 0 if the row is still empty."""
     sequence: int
-    """Grows by two with every write to the row: two equal numbers mean the same episode."""
+    """Increases by two with every write to the row: equal numbers mean the same episode."""
     worker: int
     seed: int
     """Episode seed: ``env.reset(seed=torch.tensor([seed]))`` starts the same episode; -1 if unknown."""
     policy_version: int
-    """How many updates had shaped the policy that acted; -1 for experts and random actions."""
+    """Number of updates of the policy that acted; -1 for experts and random actions."""
     success: bool | None
     time: float
     """Unix time at which the episode was written."""
     task_index: int = 0
-    """Which of the engine's ``tasks`` it is an episode of."""
+    """Index into the engine's ``tasks``."""

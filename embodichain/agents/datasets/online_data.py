@@ -1,4 +1,4 @@
-"""``OnlineDataset``: the live buffer of an engine as an endless PyTorch dataset."""
+"""``OnlineDataset``: the live buffer of an engine as an infinite PyTorch ``IterableDataset``."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 Transform = Callable[[TensorDictBase], TensorDictBase]
 
 PADDED = "action_is_pad"
-"""The key that tells repeated frames beyond an episode's end (True) from others, as LeRobot calls it."""
+"""Key that is True for frames repeated beyond the end of an episode, as in LeRobot."""
 MASK = "mask"
-"""The key that tells frames (True) from padding (False), ``[batch_size, chunk_size]``."""
+"""Key that is True for frames and False for padding, ``[batch_size, chunk_size]``."""
 
 
 class StreamTensorDict(TensorDict):
-    """A TensorDict that a DataLoader without a ``collate_fn`` can handle; copied or pickled it is an ordinary one.
-    Chunks go through torch's collate map. ``default_convert``, for ready batches, has none and copies key by key."""
+    """A TensorDict that a DataLoader can handle without a ``collate_fn``; copies and pickles are plain TensorDicts.
+    Chunks are collated through torch's collate map. ``default_convert``, used for batches, has no such map."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the batch; for ``default_convert``, which expects keys, there is nothing to convert."""
+        """Iterate over the batch dimension; empty for ``default_convert``, which would copy key by key."""
         return iter(()) if sys._getframe(1).f_code is default_convert.__code__ else super().__iter__()
 
     def __copy__(self) -> TensorDict:
         names = self.names if self._has_names() else None
         new = TensorDict._new_unsafe(dict(self._tensordict), self.batch_size, self.device, names)
         if self.is_consolidated():
-            new._consolidated = self._consolidated  # it lies in one piece, which is sent as such
+            new._consolidated = self._consolidated  # keep the single storage, which is sent as one piece
         return new
 
     def __reduce__(self) -> Any:
@@ -51,11 +51,11 @@ class StreamTensorDict(TensorDict):
 
 
 def collate_chunks(batch: Sequence[TensorDictBase], **_: Any) -> TensorDictBase:
-    """Stack chunks ``[chunk_size]`` into ``[len(batch), chunk_size]``; shorter ones are padded and masked."""
+    """Stack chunks ``[chunk_size]`` into ``[len(batch), chunk_size]``; shorter chunks are padded and masked."""
     if len({chunk.batch_size[:1] for chunk in batch}) > 1:
         masked = [chunk if MASK in chunk else with_mask(chunk) for chunk in batch]
         stacked = pad_sequence(masked, pad_dim=0, padding_value=0.0)
-        if PADDED in stacked.keys():  # noqa: SIM118 - it iterates over rows
+        if PADDED in stacked.keys():  # noqa: SIM118 - iterating a TensorDict yields rows
             stacked[PADDED] |= ~stacked[MASK]
     else:
         stacked = torch.stack(list(batch))
@@ -66,20 +66,20 @@ default_collate_fn_map[StreamTensorDict] = collate_chunks
 
 
 def ready_to_send(batch: TensorDictBase) -> TensorDictBase:
-    """Return a batch as a DataLoader worker should send it: in one piece of shared memory instead of one per key."""
+    """In a DataLoader worker, move a batch into one piece of shared memory instead of one per key."""
     if get_worker_info() is None or not isinstance(batch, TensorDictBase):
         return batch
     return batch.consolidate(share_memory=True)
 
 
 def with_mask(chunk: TensorDictBase) -> TensorDictBase:
-    """Return the chunk with a mask of ones: padding it later leaves False wherever there is no frame."""
+    """Return the chunk with an all-True mask, which padding later extends with False."""
     frames = chunk.batch_size[0]
     return chunk.copy().set(MASK, torch.ones(frames, dtype=torch.bool, device=chunk.device))
 
 
 def _check_loader(frame: FrameType, batch_size: int) -> None:
-    """Raise if a DataLoader, whose frame asks for a batch, would put several batches together to another one."""
+    """Raise if the DataLoader that called from this stack frame would collate several batches into one."""
     fetcher = frame.f_locals.get("self")
     if not isinstance(fetcher, _IterableDatasetFetcher) or not fetcher.auto_collation:
         return
@@ -91,27 +91,28 @@ def _check_loader(frame: FrameType, batch_size: int) -> None:
 
 
 class OnlineDataset(IterableDataset[TensorDictBase]):
-    """Endless random chunks from the shared buffer of a running engine.
+    """Random chunks from the shared buffer of a running engine, without end.
 
     * Item mode (``batch_size=None``) yields chunks ``[chunk_size]``, for ``DataLoader(dataset, batch_size=B)``. With a
-      :class:`ChunkSizeSampler` a chunk carries a boolean ``mask``, and a batch is padded to its longest chunk.
-    * Batch mode (``batch_size=N``) yields ``[N, chunk_size]``, for ``DataLoader(dataset, batch_size=None)``: one gather
-      per batch, and much faster.
+      :class:`ChunkSizeSampler` each chunk has a boolean ``mask``, and a batch is padded to its longest chunk.
+    * Batch mode (``batch_size=N``) yields ``[N, chunk_size]``, for ``DataLoader(dataset, batch_size=None)``. It is much
+      faster: one gather per batch.
 
-    What is drawn can be changed:
+    Options:
 
-    * ``pad=True``: a chunk may begin at any frame. Beyond the end of its episode the last frame is repeated, and
-      ``action_is_pad`` ``[batch_size, chunk_size]`` is True there.
+    * ``pad=True``: a chunk may start at any frame. Beyond the end of its episode the last frame is repeated, and
+      ``action_is_pad`` ``[batch_size, chunk_size]`` is True.
     * ``obs_horizon=n``: ``observation`` holds the last ``n`` frames up to the first action ``[batch_size, n, ...]``
-      instead of those of the chunk; before the beginning the first is repeated, see ``observation_is_pad``.
-    * ``delta_timestamps={"observation": [-0.04, 0.0], "action": [0.0, 0.02, 0.04]}`` in place of ``chunk_size``: by key
-      the frames at these seconds from a drawn one, as LeRobot has them, each with a ``NAME_is_pad``. Other keys are
-      those of the drawn frame. ``fps`` tells the frames per second where the engine does not know.
-    * ``segment_weights={"grasp": 4.0}``: within an episode, a chunk begins four times as often where the expert grasps.
-      The stream has to store segments: ``"segments": true`` in its ``action_config``.
+      instead of those of the chunk. Before the start of the episode the first frame is repeated, and
+      ``observation_is_pad`` is True.
+    * ``delta_timestamps={"observation": [-0.04, 0.0], "action": [0.0, 0.02, 0.04]}`` instead of ``chunk_size``: these
+      keys hold the frames at the given offsets in seconds, as in LeRobot, and each has a ``NAME_is_pad``. Other keys
+      hold the sampled frame only. ``fps`` is required if the engine does not know it.
+    * ``segment_weights={"grasp": 4.0}``: within an episode, chunks start four times as often at frames where the expert
+      grasps. The stream must store segments: ``"segments": true`` in its ``action_config``.
 
-    ``torch.manual_seed`` (or the DataLoader's ``generator``) makes the draws reproducible; DataLoader workers draw
-    different chunks. The stream does not end, so there is no ``__len__``.
+    ``torch.manual_seed`` (or the DataLoader's ``generator``) makes sampling reproducible; DataLoader workers sample
+    different chunks. The stream is infinite, so there is no ``__len__``.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
         self.transform = transform
 
     def _check_longest_chunk(self) -> None:
-        """Raise ``ChunkSizeError`` if no stored episode is as long as the longest chunk that may be drawn."""
+        """Raise ``ChunkSizeError`` if no stored episode is as long as the largest possible chunk."""
         size = self.chunk_size.max_size if isinstance(self.chunk_size, ChunkSizeSampler) else self.chunk_size
         if size is not None and not self.pad:
             try:
@@ -162,18 +163,18 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
                 raise ChunkSizeError(f"{name} draws chunks of up to {size} steps, which is too long: {error}") from None
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        self._check_longest_chunk()  # now, instead of at the first long draw
+        self._check_longest_chunk()  # fail early, not at the first large chunk
         worker = get_worker_info()
         seed = int(torch.empty((), dtype=torch.int64).random_() if worker is None else worker.seed & (2**63 - 1))
         generator = np.random.default_rng(seed)
         while True:
             if self.batch_size is not None:
                 _check_loader(sys._getframe(1), self.batch_size)
-            drawn = self._draw(generator)
-            if isinstance(drawn, TensorDictBase):  # a transform may return anything
-                drawn = drawn if type(drawn) is TensorDict else drawn.to_tensordict()
-                drawn.__class__ = StreamTensorDict
-            yield drawn
+            sample = self._draw(generator)
+            if isinstance(sample, TensorDictBase):  # a transform may return anything
+                sample = sample if type(sample) is TensorDict else sample.to_tensordict()
+                sample.__class__ = StreamTensorDict
+            yield sample
 
     def _draw(self, generator: np.random.Generator) -> TensorDictBase:
         size = self.chunk_size
@@ -181,21 +182,21 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
             size = size()
             check_size(f"the size drawn by {type(self.chunk_size).__name__}", size)
         if self.batch_size is not None:
-            # In a DataLoader worker the batch is copied to be sent, so its own memory can be used again at once.
+            # A DataLoader worker copies the batch to send it, so the batch's memory can be reused.
             reuse = self.transform is None and get_worker_info() is not None
             batch = self._sample(self.batch_size, size, generator, reuse)
             return ready_to_send(batch if self.transform is None else self.transform(batch))
         chunk: TensorDictBase = self._sample(1, size, generator)[0]
         if self.transform is not None:
             chunk = self.transform(chunk)
-        # Every chunk of varying length says which frames are real, so that all batches have the same keys.
+        # Every chunk of variable size gets a mask, so that all batches have the same keys.
         varies = isinstance(self.chunk_size, ChunkSizeSampler) and isinstance(chunk, TensorDictBase)
         return with_mask(chunk) if varies else chunk
 
     def _sample(
         self, count: int, size: int | None, generator: np.random.Generator, reuse: bool = False
     ) -> TensorDictBase:
-        """Draw chunks of this size, or what the timestamps say."""
+        """Sample chunks of this size, or the frames of ``delta_timestamps`` if it is None."""
         if size is not None and not self.pad and self.obs_horizon == 1 and self.segment_weights is None:
             return self.engine.sample_batch(count, size, generator=generator, reuse_outputs=reuse)
         return self.engine.sample_frames(count, self._offsets(size), generator=generator)
@@ -214,10 +215,10 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
 
     @staticmethod
     def collate_fn(batch: list[TensorDict]) -> TensorDictBase:
-        """Stack chunks ``[chunk_size]`` into one batch ``[len(batch), chunk_size]``; pad and mask mixed lengths."""
+        """Stack chunks ``[chunk_size]`` into a batch ``[len(batch), chunk_size]``; pad and mask mixed sizes."""
         return collate_chunks(batch)
 
     @staticmethod
     def passthrough_collate_fn(batch: TensorDict) -> TensorDict:
-        """Return the batch as it is: in batch mode there is nothing left to collate."""
+        """Return the batch unchanged: batch mode needs no collation."""
         return batch

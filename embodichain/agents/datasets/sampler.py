@@ -1,4 +1,4 @@
-"""How long the next chunk is, drawn from torch's global random stream.
+"""Samplers of chunk sizes, which use torch's global random generator.
 ``torch.manual_seed`` makes the sizes reproducible, and a DataLoader seeds each of its workers differently."""
 
 import math
@@ -11,7 +11,7 @@ import torch
 from embodichain.errors import ChunkSizeError
 
 _TAIL = 7.0
-"""Standard deviations above the mean that a normal distribution exceeds once in 10^12 draws."""
+"""Standard deviations above the mean that a normal variable exceeds once in 10^12 draws."""
 
 
 class ChunkSizeSampler(ABC):
@@ -19,7 +19,7 @@ class ChunkSizeSampler(ABC):
 
     @property
     def max_size(self) -> int | None:
-        """The largest size that it returns; None if that is not known beforehand."""
+        """Largest possible size; None if unknown."""
         return None
 
     @abstractmethod
@@ -48,7 +48,7 @@ class UniformChunkSampler(ChunkSizeSampler):
 @dataclass(eq=False)
 class GMMChunkSampler(ChunkSizeSampler):
     """Draws from a mixture of normal distributions, rounded to integers and clamped to ``[low, high]``.
-    ``weights`` need not sum to one and default to equal ones; ``low`` defaults to 1."""
+    ``weights`` need not sum to one and default to uniform; ``low`` defaults to 1."""
 
     means: Sequence[float]
     stds: Sequence[float]
@@ -74,7 +74,7 @@ class GMMChunkSampler(ChunkSizeSampler):
 
     @property
     def max_size(self) -> int:
-        """The bound ``high``; without one, what is not exceeded in 10^12 draws."""
+        """``high`` if given, else a size that is exceeded about once in 10^12 draws."""
         if self.high is not None:
             return self.high
         parts = zip(self.means, self.stds, self._weights.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Settings of the data engine, and the names of what can act in its environments."""
+"""Configuration of the data engine, and the registry of actors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ACTORS: dict[str, ActorFactory | str] = {
     "policy": "embodichain.agents.rl.published:StreamPolicy",
     "dagger": "embodichain.agents.engine.dagger:DaggerActor",
 }
-"""What chooses actions, by name. A string is an entry point of this package, imported by the worker that needs it."""
+"""Actor factories by name. A string is an entry point of this package, imported only by the worker that needs it."""
 
 
 def register_actor(name: str, factory: ActorFactory) -> None:
@@ -33,24 +33,24 @@ def register_actor(name: str, factory: ActorFactory) -> None:
 
 @configclass
 class ExpertShareCfg(Config):
-    """The share of decisions that the expert takes in the place of the policy, as ``dagger`` goes on."""
+    """Schedule of DAgger's beta: the share of decisions that the expert takes instead of the policy."""
 
     start: Fraction = 0.0
-    """The share at first; for ``constant`` it stays."""
+    """Initial share; ``constant`` keeps it."""
     schedule: Literal["constant", "linear", "exponential"] = "constant"
-    """``linear`` reaches ``end`` after ``over``; ``exponential`` comes nearer to it by the factor ``decay`` in every
-    ``over``."""
+    """``linear`` reaches ``end`` after ``over`` units; ``exponential`` multiplies the distance to ``end`` by ``decay``
+    every ``over`` units."""
     end: Fraction = 0.0
-    """The share in the end."""
+    """Final share."""
     over: Count = 1000
-    """How long that takes, in ``unit``."""
+    """Length of the schedule, in ``unit``."""
     unit: Literal["episodes", "steps", "updates"] = "episodes"
-    """What is counted: episodes or environment steps of all workers, or updates of the policy that acts."""
+    """Unit of ``over``: episodes or environment steps of all workers, or updates of the acting policy."""
     decay: Fraction = 0.5
-    """With ``exponential``: what is left of the distance to ``end`` after ``over``."""
+    """With ``exponential``: the fraction of the distance to ``end`` that remains after ``over``."""
 
     def at(self, count: float) -> float:
-        """Return the share after so many episodes, steps or updates."""
+        """Return the share after ``count`` episodes, steps or updates."""
         if self.schedule == "constant":
             return self.start
         passed = max(count, 0.0) / self.over
@@ -60,38 +60,39 @@ class ExpertShareCfg(Config):
 
 @configclass
 class ActionSourceCfg(Config):
-    """Where the episodes come from: the ``action_config`` of an engine, checked."""
+    """Source of the episodes: the validated ``action_config`` of an engine."""
 
     source: str = "expert"
-    """``expert`` (the task's own), ``random``, ``policy`` (a checkpoint), ``dagger`` (a policy acts, the expert labels
-    every state), ``dataset`` (a recorded folder), or a name given to ``register_actor``."""
+    """``expert`` (scripted by the task), ``random``, ``policy`` (a checkpoint), ``dagger`` (a policy acts, the expert
+    labels every state), ``dataset`` (a folder of recordings), or a name given to ``register_actor``."""
     path: str | None = None
     """The checkpoint of ``policy``, or the folder of ``dataset``."""
     only_success: bool = False
-    """Keep episodes out that did not solve the task."""
+    """Store only episodes that solve the task."""
     terminate_on_success: bool | None = None
-    """Whether success ends an episode of a task. Default: episodes of ``expert`` and ``dagger`` run to the time limit;
+    """Whether success ends an episode of a task. None: episodes of ``expert`` and ``dagger`` run to the time limit, and
     for other sources the ``gym_config`` decides."""
     noise_std: NotNegative = 0.0
-    """Standard deviation of Gaussian noise on continuous actions. What is stored is the action before the noise: the
-    episodes then show how to recover."""
+    """Standard deviation of Gaussian noise on continuous actions. The noise-free action is stored, so that episodes
+    show how to recover."""
     deterministic: bool = False
-    """Whether a policy acts by its mean instead of a sample."""
+    """Whether a policy takes its mean action instead of sampling."""
     segments: bool = False
-    """With ``expert`` and ``dagger``: store what the expert's actions are part of (reach, grasp, move, place ...) as
-    ``segment``, which datasets can weigh."""
+    """With ``expert`` and ``dagger``: store the phase of the expert's plan (reach, grasp, move, place ...) as
+    ``segment``; datasets can weight frames by it."""
     policy: str | None = None
-    """With ``dagger``: the run or checkpoint of the policy that acts at first. None: the expert acts alone until
+    """With ``dagger``: the run or checkpoint of the initial policy. None: the expert acts alone until
     ``engine.publish(policy)``."""
     expert_share: Annotated[ExpertShareCfg, Shorthand("start")] = ExpertShareCfg()
     """With ``dagger``: the share of decisions that the expert takes; a number, or a schedule."""
     expert_acts_for: Literal["decision", "episode"] = "decision"
-    """With ``dagger``: what is drawn by that share: who takes the next decision (a step, or a chunk of a policy that
-    decides on chunks), or who acts in the whole next episode."""
+    """With ``dagger``: whether the actor is drawn anew for every decision (a step, or an action chunk) or every
+    episode."""
 
     @classmethod
     def of(cls, action_config: dict[str, Any], trusted_modules: Sequence[str] = ()) -> ActionSourceCfg:
-        """Check an ``action_config``; a trusted module, which only workers import, may register further names."""
+        """Validate an ``action_config``. Unknown sources are accepted if there are trusted modules, which may register
+        them in the workers."""
         cfg = cls.from_dict(action_config, source="action_config")
         problems = []
         names = [*ACTORS, "dataset"]
@@ -125,52 +126,52 @@ class OnlineDataEngineCfg(Config):
     buffer_size: Count = 16
     """Number of episodes in the shared buffer; ideally a multiple of ``num_envs * num_workers``."""
     max_episode_steps: Count | None = None
-    """Length of a row: the longest episode there is room for, and the longest chunk there can be; None takes the
-    environment's (1000 where it has no time limit)."""
+    """Length of a row in steps: the longest episode and the longest chunk. None: the environment's time limit (1000 if
+    it has none)."""
     state_dim: Count | None = None
-    """Expected size of the robot state (``robot/qpos``, or ``state``); None takes the environment's."""
+    """Expected size of the robot state (``robot/qpos``, or ``state``). None: any."""
     buffer_device: str = "cpu"
-    """Where batches come from: ``cpu``, or ``cuda`` to mirror the buffer on the GPU."""
+    """Device of the batches: ``cpu``, or ``cuda`` to mirror the buffer on the GPU."""
     gym_config: dict[str, Any] | list[Any] = {}
-    """The environment: the parsed ``gym_config.json`` of a task, or ``id``, ``num_envs``, ``kwargs`` of any other. Or
-    several in a list, each with a ``weight``, and a ``task`` in words: see :func:`task_entries`."""
+    """The environment: the parsed ``gym_config.json`` of a task, or ``id``, ``num_envs``, ``kwargs`` of any other. Or a
+    list of several, each with a ``weight`` and an instruction ``task``: see :func:`task_entries`."""
     task_observations: Literal["same", "common", "padded"] = "same"
-    """With several tasks: whether they have to observe the same, or only what all of them do is kept, or zeros fill up
-    what is missing or shorter, in observations and actions."""
+    """With several tasks: require the ``same`` observations and actions, keep only the ``common`` ones, or pad missing
+    and shorter ones with zeros (``padded``)."""
     action_config: dict[str, Any] = {}
-    """Where episodes come from; see :class:`ActionSourceCfg`."""
+    """Source of the episodes; see :class:`ActionSourceCfg`."""
     refill_threshold: Count = 50
-    """Samples per stored episode: after ``refill_threshold * buffer_size`` samples the buffer is written again."""
+    """Samples per stored episode: the buffer is rewritten after ``refill_threshold * buffer_size`` samples."""
     refill: Literal["threshold", "continuous"] = "threshold"
     """``threshold`` rewrites the whole buffer; ``continuous`` writes one episode per ``refill_threshold`` samples."""
     max_samples_per_episode: Positive | None = None
-    """With ``continuous``: readers wait rather than draw more samples per written episode; None: they never wait."""
+    """With ``continuous``: readers block rather than exceed this many samples per written episode. None: no limit."""
     num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Number of simulation processes; on a Ray cluster the most there are, as nodes come and go."""
+    """Number of simulation processes; on a Ray cluster an upper bound, as nodes come and go."""
     workers: Literal["local", "ray"] = "local"
-    """Where they run: on this machine, or anywhere in a Ray cluster (extra ``ray``)."""
+    """Where workers run: on this machine, or on the nodes of a Ray cluster (extra ``ray``)."""
     address: str | None = None
-    """With ``ray``: the cluster, as ``HOST:PORT`` or ``auto``; None starts one on this machine, for itself alone."""
+    """With ``ray``: the cluster, as ``HOST:PORT`` or ``auto``. None: start a private one on this machine."""
     placement: PlacementCfg = PlacementCfg()
-    """With ``ray``: what a worker needs of a node."""
+    """With ``ray``: the resources of a node that each worker requires."""
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
-    """Seed of the simulation and of the draws."""
+    """Random seed of the simulation and of sampling."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often each worker is replaced after a crash, a hang or a NaN before the engine gives up;
-    ten minutes without a fault give the budget back."""
+    """How often each worker is replaced after a crash, a hang or a NaN before the engine fails; the count resets after
+    ten minutes without a fault."""
     start_timeout: Positive = 120.0
-    """Seconds a worker may take to build its environment, and then to deliver its first episode."""
+    """Seconds that a worker may take to build its environment, and then to deliver its first episode."""
     worker_timeout: Positive = 60.0
-    """Seconds without a sign of life after which a worker counts as hung, and after which the stream
-    has stalled if episodes end, or should have, but none that is due is written."""
+    """Seconds without a heartbeat after which a worker counts as hung, and seconds without a due episode being written
+    after which the stream counts as stalled."""
     trusted_modules: list[str] = []
-    """Modules (names or .py files) that workers import first: those that register tasks, environments and actors.
-    In a file they have to be allowed on the command line as well, with ``--trust``."""
+    """Modules (names or .py files) that workers import first, to register tasks, environments and actors. Those named
+    in a config file must also be allowed on the command line with ``--trust``."""
     progress: bool = True
     """Whether ``start`` shows a progress bar (in a terminal only)."""
 
     def tasks(self) -> list[TaskEntry]:
-        """Return the tasks of a list, or of the environment ``MultiTask``; nothing where there is one environment."""
+        """Return the entries of a list of tasks or of a ``MultiTask`` environment; empty for a single environment."""
         given = self.gym_config
         if isinstance(given, list):
             return task_entries(given) if given else []
@@ -182,13 +183,13 @@ class OnlineDataEngineCfg(Config):
 
     @property
     def agreement(self) -> Literal["same", "common", "padded"]:
-        """What is observed of tasks that differ."""
+        """``task_observations``, or the ``observations`` of a ``MultiTask`` environment."""
         if isinstance(self.gym_config, list) or self.gym_config.get("id") != MULTI_TASK:
             return self.task_observations
         return self.gym_config.get("kwargs", {}).get("observations", self.task_observations)
 
     def check(self) -> ActionSourceCfg:
-        """Raise ConfigError for settings that contradict each other; return the checked ``action_config``."""
+        """Raise ``ConfigError`` for contradictory settings; return the validated ``action_config``."""
         action = ActionSourceCfg.of(self.action_config, self.trusted_modules)
         problems = []
         if not self.gym_config and action.source != "dataset":

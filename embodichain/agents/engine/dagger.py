@@ -1,7 +1,7 @@
-"""DAgger: a policy acts, the expert labels every state that it reaches (Ross, Gordon and Bagnell, 2011).
+"""DAgger: a policy acts, and the expert labels every state that it reaches (Ross, Gordon and Bagnell, 2011).
 
-A clone makes mistakes, which lead to states that no demonstration shows. Here its own mistakes are in the data: frames
-hold the expert's action as ``action``, what was done as ``executed_action``, and who chose it as ``expert_acted``.
+The mistakes of a behaviour-cloned policy lead to states that no demonstration covers. DAgger includes these states:
+``action`` is the expert's label, ``executed_action`` is what the envs execute, and ``expert_acted`` says who chose it.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ _POLICY = "embodichain.agents.rl.published:StreamPolicy"
 
 
 class ActingPolicy(Protocol):
-    """A policy that acts in some of the envs."""
+    """A policy that acts in a subset of the envs."""
 
     version: int
 
     @property
     def is_ready(self) -> bool:
-        """Whether there are weights to act by."""
+        """Whether weights are loaded."""
 
     @property
     def chunk_size(self) -> int:
         """Steps per decision."""
 
     def act(self, observation: TensorDict, rows: Tensor) -> Tensor:
-        """Return actions ``[num_envs, ...]``; those of envs that are not among ``rows`` ``[num_envs]`` mean nothing."""
+        """Return actions ``[num_envs, ...]``; only those where the mask ``rows`` ``[num_envs]`` is True are defined."""
 
     def reset(self, env_ids: list[int]) -> None:
-        """Forget the episodes of these envs."""
+        """Reset the per-episode state of these envs."""
 
     def adopt(self, weights: PublishedWeights) -> None:
-        """Act by these weights from now on."""
+        """Load these weights."""
 
 
 class DaggerActor(Actor):
-    """Returns the expert's action for every state; ``extra`` has what the envs are given instead, and whose it is.
+    """Returns the expert's action as the label of every state; ``extra`` holds the action to execute and who chose it.
 
-    By the share of the expert it is drawn who takes the next decision, or acts in the next episode. As long as there is
-    no policy, that is the expert.
+    For every decision or episode, the expert acts with probability ``expert_share``, else the policy. The expert always
+    acts until the policy has weights.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DaggerActor(Actor):
 
     @property
     def expert_share(self) -> float:
-        """The share of the next decisions that the expert takes."""
+        """Current probability that the expert takes a decision."""
         if not self._policy.is_ready:
             return 1.0
         counts = {"episodes": self._episodes * self._workers, "steps": self._steps * self._workers}
@@ -92,7 +92,7 @@ class DaggerActor(Actor):
 
     def _choose_who_acts(self) -> None:
         due = self._left == 0
-        if due.any():  # as many numbers each time, so that envs do not change each other's luck
+        if due.any():  # one number per env, so that the draws of an env do not depend on the others
             drawn = torch.rand(self._num_envs, generator=self._generator) < self.expert_share
             self._by_expert = torch.where(due, drawn, self._by_expert)
             for_episode = self._cfg.expert_acts_for == "episode" and self._policy.is_ready
@@ -105,9 +105,9 @@ class DaggerActor(Actor):
         self._episodes += len(env_ids)
 
     def resume(self, steps: int, episodes: int) -> None:
-        """Continue the schedule of a worker that has done so much."""
+        """Continue the schedule of ``expert_share`` from the counts of the worker that this one replaces."""
         self._steps, self._episodes = steps, episodes
 
     def adopt(self, weights: PublishedWeights) -> None:
-        """Let the policy act by these weights from the next decision on."""
+        """Load these weights into the policy; they apply from its next decision on."""
         self._policy.adopt(weights)

@@ -1,6 +1,6 @@
-"""``OnlineDataEngine``: simulation processes fill a shared buffer, training processes draw chunks from it.
+"""``OnlineDataEngine``: simulation processes fill a shared buffer, and training processes sample chunks from it.
 
-A frame's way: ``sources`` (an environment and an actor) -> ``worker`` -> ``shared_buffer`` -> ``sampling``.
+Data flow: ``sources`` (an environment and an actor) -> ``worker`` -> ``shared_buffer`` -> ``sampling``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from embodichain.extras import config_folders, locate_trusted
 __all__ = ["OnlineDataEngine", "OnlineDataEngineCfg"]
 
 _LEARNED_SOURCES = ("dagger", "policy")
-_PUBLISHER = "embodichain.agents.rl.published:Publisher"  # an entry point, as actors are
+_PUBLISHER = "embodichain.agents.rl.published:PolicyPublisher"  # an entry point, as actors are
 
 
 class OnlineDataEngine:
-    """A live buffer of episodes, filled by simulation processes and sampled by any number of others.
+    """A live buffer of episodes, filled by simulation processes and sampled by any number of training processes.
 
-    Only the process that made the engine can ``start`` and ``stop`` it; any process it is sent or forked to can sample.
+    Only the process that created the engine can ``start`` and ``stop`` it. Any process that inherits or unpickles it
+    can sample.
     """
 
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
@@ -54,9 +55,9 @@ class OnlineDataEngine:
             expected = "expected 'cpu', or 'cuda' on a machine with a CUDA device and torch"
             raise ConfigError(f"buffer_device: {expected}, got {cfg.buffer_device!r}", "OnlineDataEngineCfg")
         self.tasks = [entry.name for entry in cfg.tasks()]
-        """Names of the tasks of a list, which ``task_index`` in batches counts; empty for one environment."""
+        """Task names, indexed by ``task_index`` in batches; empty if there is a single environment."""
         self.device = torch.device(cfg.buffer_device)
-        """Where batches come from in this process; in others they always come from the shared memory."""
+        """Device of the batches in this process; other processes always sample on the CPU."""
         self._creator: int | None = os.getpid()
         self._supervisor: Supervisor | None = None
         self._reader: StreamReader | None = None
@@ -66,32 +67,32 @@ class OnlineDataEngine:
         self._published: PublishedWeights | None = None
 
     def start(self) -> None:
-        """Start the simulation workers and return when every row of the buffer holds an episode."""
+        """Start the simulation workers and block until every row of the buffer holds an episode."""
         self._check_creator("start")
         if self._supervisor is not None and self._supervisor.is_alive():
             raise EngineStateError("the engine is already running")
-        self.stop()  # what a failed run may have left
+        self.stop()  # clean up after a failed run
         self._reader = self._stats = None
         supervisor = self._supervisor = Supervisor(self._cfg_for_workers())
         if self._published is not None:
             supervisor.publish(self._published)
-        weakref.finalize(self, supervisor.stop)  # also at the end of the program; in a forked child it does nothing
+        weakref.finalize(self, supervisor.stop)  # also at interpreter exit; has no effect in a forked child
         supervisor.start()
         try:
             self._wait_for_first_fill(supervisor)
             if self.device.type != "cpu" and supervisor.buffer is not None:
                 self._mirror = DeviceMirror(supervisor.buffer, self.device)
-        except BaseException:  # Ctrl-C included: nothing may be left running
+        except BaseException:  # including Ctrl-C: leave no worker running
             supervisor.stop()
             raise
 
     def _cfg_for_workers(self) -> OnlineDataEngineCfg:
-        """Return the settings with trusted modules as processes in other folders find them; they import them."""
+        """Return the settings with absolute paths of trusted modules, as workers may run in another folder."""
         trusted = locate_trusted(self.cfg.trusted_modules, config_folders())
         return self.cfg.replace(trusted_modules=list(trusted)) if trusted else self.cfg
 
     def stop(self) -> None:
-        """Stop the workers: gracefully, then firmly. Calling it again, or without a start, does nothing."""
+        """Stop the workers, and kill those that do not stop in time. Does nothing if the engine is not running."""
         self._check_creator("stop")
         try:
             if self._supervisor is not None:
@@ -132,11 +133,11 @@ class OnlineDataEngine:
             raise EngineStateError("the engine was stopped before its buffer was filled")
 
     def publish(self, policy: nn.Module) -> int:
-        """Let the workers act by the present weights of a policy (``Policy``), and return the version of these weights.
+        """Send the current weights of a policy (``Policy``) to the workers and return their version.
 
-        For the sources ``dagger`` and ``policy``. Workers adopt them between two steps; one that replaces another gets
-        the newest. Before ``start``, all workers begin with them. The version is ``policy.version``, or one more than
-        the last where the policy does not count its updates.
+        Requires the source ``dagger`` or ``policy``. Workers load the weights between two steps; a replacement worker
+        gets the newest. Weights published before ``start`` are used from the first step. The version is
+        ``policy.version``, or the previous version plus one if the policy does not count its updates.
         """
         self._check_creator("publish to")
         source = self.cfg.check().source
@@ -154,15 +155,15 @@ class OnlineDataEngine:
     def sample_batch(
         self, batch_size: int, chunk_size: int, *, generator: Generator | None = None, reuse_outputs: bool = False
     ) -> TensorDict:
-        """Draw ``batch_size`` chunks of ``chunk_size`` consecutive steps: a TensorDict ``[batch_size, chunk_size]``.
+        """Sample ``batch_size`` chunks of ``chunk_size`` consecutive steps: a TensorDict ``[batch_size, chunk_size]``.
 
-        The episode is uniform among those that are long enough, and so is the start; no frame is padded or torn.
-        ``generator`` (numpy's or torch's) makes the draws reproducible for the same content of the buffer. The batch is
-        yours, unless ``reuse_outputs=True``, which is faster for small batches: the second draw of the same shape after
-        it, by the same thread, overwrites it.
+        Each chunk comes from an episode drawn uniformly among those that are long enough, at a uniformly drawn start.
+        No frame is padded or partially overwritten. A NumPy or torch ``generator`` makes the draws reproducible for the
+        same buffer contents. ``reuse_outputs=True`` is faster for small batches, but the batch is overwritten by the
+        second later call for the same shape in the same thread.
 
         Raises ``ChunkSizeError`` (a ``ValueError``) if ``chunk_size`` exceeds ``max_episode_steps`` or the longest
-        stored episode, and ``WorkerError`` once a worker has failed for good.
+        stored episode, and ``WorkerError`` if a worker has failed permanently.
         """
         try:
             reader, mirror = self._sampling(), self._mirror
@@ -176,11 +177,11 @@ class OnlineDataEngine:
             raise self._cause(error) from self._cause(error).__cause__
 
     def sample_frames(self, batch_size: int, offsets: Offsets, *, generator: Generator | None = None) -> TensorDict:
-        """Draw ``batch_size`` frames, each with the frames at some offsets from it: a TensorDict ``[batch_size]``.
+        """Sample ``batch_size`` frames, each with the frames at the given offsets: a TensorDict ``[batch_size]``.
 
-        An episode that is long enough is drawn uniformly, then a frame in it. Beyond the episode's ends its first or
-        last frame is repeated, and ``NAME_is_pad`` marks these. Batches are copied from the shared memory, also where
-        the buffer is mirrored on a GPU.
+        First an episode that is long enough is drawn uniformly, then a frame in it. Offsets beyond the episode repeat
+        its first or last frame, and ``NAME_is_pad`` marks them. Batches are copied from shared memory even if the
+        buffer is mirrored on a GPU.
         """
         try:
             batch = self._sampling().sample_frames(batch_size, offsets, generator)
@@ -190,33 +191,33 @@ class OnlineDataEngine:
         return batch.to(self.device) if mirrored else batch
 
     def check_chunk_size(self, chunk_size: int) -> None:
-        """Raise what ``sample_batch`` would raise for chunks of this size, without drawing any."""
+        """Raise the error that ``sample_batch`` would raise for this chunk size, without sampling."""
         try:
             self._sampling().check_chunk_size(chunk_size)
         except EngineStateError as error:
             raise self._cause(error) from self._cause(error).__cause__
 
     def _cause(self, stopped: EngineStateError) -> Exception:
-        """Return why the engine was stopped, which other processes cannot know, or else that it was."""
+        """Return the error that stopped the engine if this process knows it, else ``stopped``."""
         return stopped if self._supervisor is None or self._supervisor.error is None else self._supervisor.error
 
     def episode_info(self, row: int) -> EpisodeInfo:
-        """Return where the episode in a row of the buffer came from."""
+        """Return the metadata of the episode in a row of the buffer."""
         if not 0 <= row < self.buffer_size:
             raise IndexError(f"row must lie in [0, {self.buffer_size}), got {row}")
         return self._sampling().buffer.info(row)
 
     def stats(self) -> StreamStats:
-        """Return what is going on; rates are since the last call in this process."""
+        """Return the statistics of the stream; rates are averages since the last call in this process."""
         return self._counter().stream()
 
     def task_stats(self) -> dict[str, TaskStats]:
-        """Return what was done of each of several tasks, by name."""
+        """Return the statistics of each task by name; empty if there is a single environment."""
         records = self._sampling().buffer.tasks.sum(axis=0)
         return {name: TaskStats.of(record) for name, record in zip(self.tasks, records, strict=False)}
 
     def worker_stats(self) -> list[WorkerStats]:
-        """Return what each worker does; rates are since the last call. For the process that started them."""
+        """Return the statistics of each worker, in the creating process only; rates are since the last call."""
         self._check_creator("watch")
         supervisor, counter = self._supervisor, self._counter()
         return [] if supervisor is None else counter.workers(supervisor.workers, supervisor.restarts.replaced)
@@ -233,19 +234,19 @@ class OnlineDataEngine:
 
     @property
     def fps(self) -> float | None:
-        """Frames per simulated second; None if the environment does not tell."""
+        """Frames per simulated second; None if the environment does not report it."""
         nanoseconds = int(self._sampling().buffer.control[Control.STEP_NANOSECONDS])
         return round(1e9 / nanoseconds, 6) if nanoseconds else None
 
     @property
     def shared_buffer(self) -> TensorDict:
-        """The shared memory itself ``[buffer_size, max_episode_steps]``, on the CPU, without protection from writers.
-        Frames beyond ``episode_info(row).length`` mean nothing. ``sample_batch`` reads safely."""
+        """The raw shared memory ``[buffer_size, max_episode_steps]``, on the CPU, not synchronized with writers.
+        Frames beyond ``episode_info(row).length`` are undefined. Use ``sample_batch`` for safe reads."""
         return self._sampling().buffer.tensordict
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the simulation workers (in the process that started them)."""
+        """Process ids of the simulation workers, in the creating process."""
         workers = {} if self._supervisor is None else self._supervisor.workers
         return [worker.pid for _, worker in sorted(workers.items())]
 
@@ -259,7 +260,7 @@ class OnlineDataEngine:
             raise EngineStateError(f"only the process that made the engine can {verb} it; here it can only sample")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle what sampling needs: another process attaches to the same memory."""
+        """Pickle only the sampling state: the receiving process attaches to the same shared memory."""
         self._sampling()
         return {
             **self.__dict__,
@@ -269,40 +270,41 @@ class OnlineDataEngine:
 
 @dataclass(frozen=True)
 class StreamStats:
-    """A snapshot of a stream; totals are since the start, rates since the snapshot before."""
+    """A snapshot of a stream: totals since the start, rates since the previous snapshot."""
 
     episodes_written: int
     episodes_per_second: float
     frames_per_second: float
-    """Simulated environment steps per second, in episodes that were finished."""
+    """Simulated environment steps per second, in finished episodes."""
     samples: int
-    """Chunks drawn by all processes."""
+    """Chunks sampled by all processes."""
     samples_per_second: float
     refills: float
-    """How often the buffer was written again after the first fill."""
+    """Number of times the buffer was rewritten after the first fill; may be fractional."""
     mean_age_refills: float
     """Mean age of a sampled episode, in refills of the buffer."""
     mean_age_seconds: float
     success_rate: float | None
-    """Of all finished episodes, stored or not; None if the environment does not say."""
+    """Success rate of all finished episodes, stored or not; None if the environment does not report success."""
     restarts: int
     rejected_reads: int
-    """Chunks that were drawn again because their row was overwritten while they were copied."""
+    """Chunks drawn again because their row was overwritten while they were copied."""
     frames: int
-    """Simulated environment steps, in episodes that were finished."""
+    """Simulated environment steps, in finished episodes."""
 
 
 @dataclass(frozen=True)
 class TaskStats:
-    """What was done of one of several tasks since the start."""
+    """Statistics of one of several tasks since the start."""
 
     episodes_written: int
     success_rate: float | None
-    """Of all finished episodes, stored or not (with Ray: of those stored); None if the environment does not say."""
+    """Success rate of all finished episodes (with Ray: of the stored ones); None if the environment does not report
+    success."""
 
     @classmethod
     def of(cls, record: Ints) -> TaskStats:
-        """Read a record."""
+        """Build the statistics from a ``Work`` record."""
         judged = int(record[Work.JUDGED])
         return cls(int(record[Work.WRITTEN]), int(record[Work.SUCCEEDED]) / judged if judged else None)
 
@@ -312,32 +314,32 @@ WorkerState = Literal["waiting", "building", "running", "unreachable"]
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """A snapshot of one worker; rates are since the snapshot before."""
+    """A snapshot of one worker; rates are since the previous snapshot."""
 
     worker: int
     node: str
-    """Name of its machine; empty while it has none."""
+    """Host name of the node; empty until the worker is placed on one."""
     pid: int
-    """Its process id there."""
+    """Process id on that node."""
     state: WorkerState
-    """``waiting`` for a node, ``building`` its environment, ``running``, or ``unreachable``: it may still run."""
+    """``waiting`` for a node, ``building`` its environment, ``running``, or ``unreachable`` (it may still be alive)."""
     episodes_written: int
     episodes_per_second: float
     frames_per_second: float
     silent_seconds: float
-    """Time since its last sign of life; 0 unless it is running."""
+    """Time since the last heartbeat; 0 unless the worker is running."""
     mean_age_seconds: float
-    """Mean age of its episodes that are in the buffer; 0 if there are none."""
+    """Mean age of its episodes in the buffer; 0 if there are none."""
     restarts: int
-    """How often this worker was replaced."""
+    """Number of times this worker was replaced."""
     frames: int
-    """Simulated environment steps, in episodes that were finished."""
+    """Simulated environment steps, in finished episodes."""
     idle: bool
-    """Whether it is running but has nothing to do, because the buffer is full of episodes that are still good."""
+    """Whether it is running but waiting, because no refill is due."""
 
 
 class StatsCounter:
-    """Turns the shared counters into statistics; remembers the last snapshots for the rates."""
+    """Turns the shared counters into statistics; keeps the previous snapshots to compute rates."""
 
     def __init__(self, buffer: SharedBuffer) -> None:
         self._buffer = buffer
@@ -347,7 +349,7 @@ class StatsCounter:
         return time.monotonic(), self._buffer.workers.copy(), self._buffer.samples
 
     def stream(self) -> StreamStats:
-        """Return the present statistics of the stream."""
+        """Return the current statistics of the stream."""
         buffer, (then, before, samples_before) = self._buffer, self._last
         self._last = (now, records, samples) = self._counts()
         seconds, work, read = max(now - then, 1e-9), records.sum(axis=0), buffer.readers.sum(axis=0)
@@ -369,7 +371,7 @@ class StatsCounter:
         )
 
     def workers(self, handles: Mapping[int, WorkerHandle], replaced: Sequence[int]) -> list[WorkerStats]:
-        """Return the present statistics of all workers, those that are being replaced included."""
+        """Return the current statistics of all workers, including those that are being replaced."""
         then, before, _ = self._last_workers
         self._last_workers = (now, records, _) = self._counts()
         rates = (records - before) / max(now - then, 1e-9)

@@ -1,10 +1,10 @@
-"""``DeviceMirror``: a copy of the buffer on a GPU; rows follow as they are written, and batches are gathered there.
+"""``DeviceMirror``: a copy of the buffer on a GPU, from which batches are gathered on the GPU.
 
 A thread copies changed rows to pinned memory (checking sequence numbers), then to the device on its own stream. The
-copy into the mirror runs on the sampler's stream, between two gathers: no gather sees half a row, and nobody waits.
+copy into the mirror runs on the sampler's stream, between two gathers, so no gather reads half a row and none waits.
 
-A key, one number of the caller's generator, decides a whole batch: item ``i`` takes its hashes ``2i`` (episode) and
-``2i + 1`` (start). The GPU computes them, so only the key is sent to it; the CPU can compute the same.
+One 64-bit key from the caller's generator determines a whole batch: item ``i`` uses the key's hashes ``2i`` (episode)
+and ``2i + 1`` (start). The GPU computes the hashes, so only the key is sent to it. The CPU can compute the same ones.
 """
 
 from __future__ import annotations
@@ -37,37 +37,38 @@ _SLOTS = 4
 _IDLE_SECONDS = 0.002
 _FIRST_SECONDS = 60.0
 _RING_SHAPES = 8
-"""Shapes of batches that are kept for ``reuse_outputs``; fewer than on the CPU, as each may be large."""
+"""Number of batch shapes kept for ``reuse_outputs``; fewer than on the CPU to save GPU memory."""
 
 
 def draw_key(generator: np.random.Generator) -> int:
     """Return the key of the next batch."""
-    return int(generator.bit_generator.random_raw()) - 2**63  # any 64 bits, as a signed number
+    return int(generator.bit_generator.random_raw()) - 2**63  # 64 random bits as a signed integer
 
 
 def pick(key: int, batch_size: int, rows: Ints, length: Ints, chunk_size: int) -> tuple[Ints, Ints]:
-    """Return the row and the start of every window: a row uniformly among ``rows``, a start uniformly within it."""
+    """Return the row and the start of every window of a batch, both ``[batch_size]``: the row uniform among ``rows``,
+    the start uniform within it. ``length`` holds the episode length of every row of the buffer."""
     numbers = torch.arange(2 * batch_size)
     bits = combine(torch.full_like(numbers, key), numbers).numpy().view(np.uint64) >> np.uint64(11)
-    unit = (bits * 2.0**-53).reshape(batch_size, 2)  # 53 bits fill a double
+    unit = (bits * 2.0**-53).reshape(batch_size, 2)  # a double has 53 significant bits
     chosen = rows[(unit[:, 0] * len(rows)).astype(np.int64)]
     return chosen, (unit[:, 1] * (length[chosen] - (chunk_size - 1))).astype(np.int64)
 
 
 class Table:
-    """The rows that are long enough for chunks of one size, here and on the device."""
+    """The rows that are long enough for one chunk size, on the host and on the device."""
 
     def __init__(self, num_rows: int, chunk_size: int, device: torch.device) -> None:
         self.chunk_size = chunk_size
         self.rows: Ints = np.zeros(0, np.int64)
         self.length: Ints = np.zeros(0, np.int64)
-        """Length of every row; never written to, so that what was drawn can be found out later."""
+        """Length of every row; never modified in place, as past draws are recomputed from it."""
         on_device = (torch.zeros(size, dtype=torch.int64, device=device) for size in (num_rows, 1, num_rows))
         self.on_device: tuple[Tensor, ...] = tuple(on_device)
-        """``rows``, their number ``[1]``, and ``length``; the same memory for as long as the table lives."""
+        """``rows``, their number ``[1]``, and ``length``; at fixed addresses, as CUDA graphs require."""
 
     def refresh(self, length: Ints) -> None:
-        """Take in new lengths, unless they are those already known; a GPU is not waited for."""
+        """Update the table if the lengths have changed, without synchronizing with the GPU."""
         if length is self.length:
             return
         rows = np.flatnonzero(length >= self.chunk_size)
@@ -82,7 +83,7 @@ class Table:
 
 
 class DeviceOutput(Output):
-    """Memory for a batch on a device; one that is filled again and again has a CUDA graph that does it."""
+    """Memory of a batch on a device; a reused one gets a CUDA graph that fills it."""
 
     is_used = False
     graph: Recorded[None] | None = None
@@ -90,32 +91,32 @@ class DeviceOutput(Output):
 
 @dataclass
 class _Slot:
-    """One row on its way: in pinned memory, then on the device."""
+    """Staging memory for one row: pinned on the host, and on the device."""
 
     host: dict[Key, Tensor]
     device: dict[Key, Tensor]
     row: int = -1
     length: int = 0
     free: torch.cuda.Event | None = None
-    """When the device no longer reads this slot."""
+    """Recorded when the device no longer reads this slot."""
 
 
 class DeviceMirror:
-    """A copy of the shared buffer on a device, kept up to date in the background; belongs to one process."""
+    """A copy of the shared buffer on a device, updated by a background thread; belongs to one process."""
 
     def __init__(self, buffer: SharedBuffer, device: torch.device) -> None:
         self._buffer, self._device = buffer, device
         self._frames = {key: torch.empty_like(value, device=device) for key, value in buffer.frames.items()}
         self._length: Ints = np.zeros(buffer.num_rows, np.int64)
         self._taken: Ints = np.zeros(buffer.num_rows, np.int64)
-        """Sequence number of each row that was last sent on its way."""
+        """Sequence number of the last copy of each row."""
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._last_stream: torch.cuda.Stream | None = None
         self._key = torch.zeros(1, dtype=torch.int64, device=device)
         self._kernels: dict[Key, WindowKernel] = {}
-        if kernels_work(device):  # the draws, too, happen on the device: no number of the host decides what is launched
-            from embodichain.agents.engine.mirror_kernel import WindowKernel  # Triton is not there without a GPU
+        if kernels_work(device):  # draws also happen on the device, so that CUDA graphs can replay them
+            from embodichain.agents.engine.mirror_kernel import WindowKernel  # imports Triton, which needs a GPU
 
             leaves = [leaf for leaf in buffer.layout.leaves if leaf.elements]
             self._kernels = {leaf.key: WindowKernel(self._frames[leaf.key], leaf.nbytes) for leaf in leaves}
@@ -137,8 +138,8 @@ class DeviceMirror:
     def sample(
         self, generator: np.random.Generator, batch_size: int, chunk_size: int, reuse_outputs: bool = False
     ) -> tuple[TensorDict, Callable[[], Ints]]:
-        """Return a batch ``[batch_size, chunk_size]`` on the device, and what returns the rows it was drawn from.
-        With ``reuse_outputs`` the same few batches are filled in turn, by CUDA graphs."""
+        """Return a batch ``[batch_size, chunk_size]`` on the device, and a function that returns its rows.
+        ``reuse_outputs`` cycles through a few batches, which CUDA graphs fill."""
         with self._lock:
             self._follow_stream()
             self._take_in()
@@ -155,7 +156,7 @@ class DeviceMirror:
 
     @property
     def _ring(self) -> OutputRing[DeviceOutput]:
-        """The batches that this thread reuses."""
+        """Reused batches of this thread."""
         if not hasattr(self._local, "ring"):
             self._local.ring = OutputRing(self._new_output, _RING_SHAPES)
         ring: OutputRing[DeviceOutput] = self._local.ring
@@ -166,7 +167,7 @@ class DeviceMirror:
         return DeviceOutput(tensors, batch_size, chunk_size, self._device)
 
     def _fill(self, key: int, table: Table, out: DeviceOutput) -> None:
-        """Draw a batch and copy its windows: by one kernel per array on a GPU, else by ``index_select``."""
+        """Draw a batch and copy its windows: with one kernel per array on a GPU, else with ``index_select``."""
         if not self._kernels:
             self._select(key, table, out)
             return
@@ -175,7 +176,7 @@ class DeviceMirror:
             out.graph.replay()
             return
         self._launch(table, out)
-        if out.is_used and self._recorder.possible:  # this was the second time, and the kernels are compiled by now
+        if out.is_used and self._recorder.possible:  # second use: the kernels are compiled
             with torch.cuda.device(self._device):
                 out.graph = self._recorder.attempt(lambda: record(lambda: self._launch(table, out)))
         out.is_used = True
@@ -190,13 +191,13 @@ class DeviceMirror:
         rows, starts = pick(key, batch_size, table.rows, table.length, table.chunk_size)
         index = torch.from_numpy(rows * max_steps + starts).to(self._device)
         count = len(table.length) * max_steps - table.chunk_size + 1
-        for leaf in self._buffer.layout.leaves:  # all windows of a key, overlapping in memory; see ``sampling``
+        for leaf in self._buffer.layout.leaves:  # overlapping windows, see ``sampling``
             size = table.chunk_size * leaf.elements
             windows = self._frames[leaf.key].as_strided((count, size), (leaf.elements, 1))
             torch.index_select(windows, 0, index, out=out.tensors[leaf.key].view(batch_size, size))
 
     def _follow_stream(self) -> None:
-        """Order this stream's work after the last draw's, should another thread have used another stream."""
+        """Make the current CUDA stream wait for the previous draw if that used another stream."""
         if self._is_cuda:
             stream = torch.cuda.current_stream(self._device)
             if self._last_stream is not None and stream != self._last_stream:
@@ -204,12 +205,12 @@ class DeviceMirror:
             self._last_stream = stream
 
     def close(self) -> None:
-        """Stop following the buffer."""
+        """Stop the background thread."""
         self._closing.set()
         self._thread.join()
 
     def _take_in(self) -> None:
-        """Put the rows that have arrived into the mirror; the first time, wait until all have."""
+        """Copy the rows that have arrived into the mirror; the first call waits until all rows have."""
         if self._complete and self._arrived.empty() and self._error is None:
             return
         deadline = time.monotonic() + _FIRST_SECONDS
@@ -230,7 +231,7 @@ class DeviceMirror:
     def _copy_in(self, slot: _Slot) -> None:
         for key, value in slot.device.items():
             self._frames[key][slot.row, : slot.length].copy_(value[: slot.length], non_blocking=True)
-        self._length = self._length.copy()  # what was drawn before still refers to the old lengths
+        self._length = self._length.copy()  # earlier draws still reference the old lengths
         self._length[slot.row] = slot.length
         if self._is_cuda:
             slot.free = torch.cuda.Event()
@@ -238,18 +239,18 @@ class DeviceMirror:
         self._empty.put(slot)
 
     def _follow(self) -> None:
-        """Send changed rows on their way, until the engine ends."""
+        """Send changed rows to the device until the engine stops."""
         try:
             with torch.cuda.stream(self._stream) if self._is_cuda else contextlib.nullcontext():
                 for row in self._changed_rows():
                     slot = self._next_slot()
                     if slot is not None:
                         self._arrived.put(slot) if self._send(row, slot) else self._empty.put(slot)
-        except RuntimeError as error:  # the device failed: whoever samples next must hear of it
+        except RuntimeError as error:  # the device failed: the next call of ``sample`` raises it
             self._error = error
 
     def _next_slot(self) -> _Slot | None:
-        """Return a slot that is free, or None if nobody frees one because the mirror is being closed."""
+        """Wait for a free slot and return it; None if the mirror is being closed."""
         while not self._closing.is_set():
             with contextlib.suppress(queue.Empty):
                 slot = self._empty.get(timeout=0.1)
@@ -267,7 +268,7 @@ class DeviceMirror:
                 time.sleep(_IDLE_SECONDS)
 
     def _send(self, row: int, slot: _Slot) -> bool:
-        """Copy one row to the device; tell whether it stayed the same."""
+        """Copy one row to the device; return False if it was rewritten during the copy."""
         sequence = int(self._buffer.sequence[row])
         fence()
         slot.row, slot.length = row, int(self._buffer.length[row])
@@ -275,7 +276,7 @@ class DeviceMirror:
             value[: slot.length].copy_(self._buffer.frames[key][row, : slot.length])
         fence()
         if sequence % 2 or sequence != int(self._buffer.sequence[row]):
-            return False  # it was rewritten while we copied: it comes again
+            return False
         for key, value in slot.device.items():
             value[: slot.length].copy_(slot.host[key][: slot.length], non_blocking=True)
         if self._stream is not None:

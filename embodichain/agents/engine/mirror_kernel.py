@@ -1,11 +1,11 @@
-"""Triton kernels that draw and copy windows; the draws are those of ``gpu_mirror.pick``, so the CPU can repeat them."""
+"""Triton kernel that draws and copies windows; its draws equal those of ``gpu_mirror.pick`` on the CPU."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096  # words of one program: several loads of 16 bytes in flight for each of its threads
+_TILE = 4096  # words per program: several 16-byte loads in flight per thread
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -18,7 +18,7 @@ def _mix(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
 
 @triton.jit
 def _below(key, number, bound):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Return an integer in ``[0, bound)``, the ``number``-th of a key."""
+    """Return the ``number``-th random integer of a key, in ``[0, bound)``."""
     bits = _mix(_mix(key) + (number + 1).to(tl.uint64) * 0x9E3779B97F4A7C15) >> 11
     unit = bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
     return (unit * bound.to(tl.float64)).to(tl.int64)
@@ -39,7 +39,7 @@ def _copy_windows(frames, out, key, rows, count, length, max_steps, chunk_size, 
 
 
 class WindowKernel:
-    """Draws windows of one key from frames ``[num_rows, max_steps, ...]``; they are copied word by word."""
+    """Samples windows of one key from frames ``[num_rows, max_steps, ...]``, copied in the largest fitting words."""
 
     def __init__(self, frames: Tensor, frame_bytes: int) -> None:
         self._word = next(dtype for dtype in _WORDS if frame_bytes % dtype.itemsize == 0)
@@ -47,8 +47,8 @@ class WindowKernel:
         self._frames, self._max_steps = self._words(frames), frames.shape[1]
 
     def __call__(self, out: Tensor, key: Tensor, table: tuple[Tensor, ...], chunk_size: int) -> None:
-        """Fill ``out`` ``[batch_size, chunk_size, ...]`` with the windows that ``key`` ``[1]`` decides.
-        ``table`` is the rows to draw from, how many they are ``[1]``, and the length of every row."""
+        """Fill ``out`` ``[batch_size, chunk_size, ...]`` with the windows determined by ``key`` ``[1]``.
+        ``table`` is ``Table.on_device``."""
         words = chunk_size * self._width
         tile = min(_TILE, triton.next_power_of_2(words))
         tiles = triton.cdiv(words, tile)

@@ -1,7 +1,7 @@
-"""Frames around a drawn one, at offsets that differ by key: padded chunks, past observations, delta timestamps.
+"""Samples frames at offsets that differ by key: padded chunks, observation history, LeRobot's ``delta_timestamps``.
 
-``sampling.py`` copies whole windows and is faster. Here every frame is looked up by itself, so that a window may reach
-beyond its episode: there the nearest frame of the episode is repeated, and ``NAME_is_pad`` says so, as in LeRobot.
+``sampling.py`` copies whole windows and is faster. Here every frame is gathered separately, so that a window may extend
+beyond its episode: the nearest frame of the episode is repeated, and ``NAME_is_pad`` marks it, as in LeRobot.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from embodichain.envs.vec_env import SEGMENTS
 from embodichain.errors import ConfigError, nearest
 
 _TOLERANCE = 1e-4
-"""Seconds by which a delta timestamp may differ from the time of a frame, as in LeRobot."""
+"""Tolerance in seconds between a delta timestamp and the time of a frame, as in LeRobot."""
 _SEGMENT: Key = ("segment",)
 _SEPARATOR = re.compile(r"[./]")
 
 
 @dataclass(frozen=True)
 class Offsets:
-    """Which frames come with the drawn one: steps before (negative) and after it, by the names of keys.
+    """Offsets of the frames to return, in steps before (negative) or after the sampled frame, by key name.
 
     A name is that of an array (``observation/robot/qpos``) or of a group (``observation``), with slashes or dots; the
-    longest that fits counts. Arrays that no name fits are those of the drawn frame alone, without an axis for time.
+    longest matching name applies. Arrays without a match come from the sampled frame alone and have no time axis.
     """
 
     steps: Mapping[str, tuple[int, ...]]
     span: int = 1
-    """How many steps from the drawn one on lie inside of its episode for sure."""
+    """Number of steps, starting at the sampled frame, that must lie inside the episode."""
     marked: tuple[str, ...] | None = None
     """Names that get a ``NAME_is_pad``; None: all."""
     weights: tuple[float, ...] | None = None
-    """How often frames of each segment (see ``SEGMENTS``) are drawn within an episode, in proportion; None: equally."""
+    """Relative probability of frames of each segment (see ``SEGMENTS``) within an episode; None: uniform."""
 
     @classmethod
     def of_chunk(cls, chunk_size: int, pad: bool = False, obs_horizon: int = 1) -> Offsets:
-        """Return those of chunks: ``chunk_size`` steps from the drawn one on, and observations up to the drawn one."""
+        """Return the offsets of a chunk: ``chunk_size`` steps from the sampled frame on. With ``obs_horizon > 1``,
+        observations are the last ``obs_horizon`` ones instead. ``pad`` lets chunks extend beyond the episode."""
         ahead, marked = tuple(range(chunk_size)), ["action"] if pad else []
-        steps = {"": ahead, "action": ahead}  # all, and the one that is marked
+        steps = {"": ahead, "action": ahead}  # "" matches all keys; "action" is listed to be marked
         if obs_horizon > 1:
             steps["observation"] = tuple(range(1 - obs_horizon, 1))
             marked.append("observation")
@@ -56,7 +57,7 @@ class Offsets:
 
     @classmethod
     def of_timestamps(cls, deltas: Mapping[str, Sequence[float]], fps: float) -> Offsets:
-        """Return those of LeRobot's ``delta_timestamps``: seconds before and after the drawn frame."""
+        """Return the offsets of LeRobot's ``delta_timestamps``, given in seconds."""
         if not (math.isfinite(fps) and fps > 0.0):
             raise ConfigError(f"fps: expected a number above 0, got {fps!r}", "delta_timestamps")
         problems, steps = [], {}
@@ -75,7 +76,7 @@ class Offsets:
         return cls(steps)
 
     def weighted(self, weights: Mapping[str, float]) -> Offsets:
-        """Return these with weights of segments, by name; of those without, it is 1."""
+        """Return a copy with segment weights by name; the default weight is 1."""
         problems = [f"unknown name {name!r}.{nearest(name, SEGMENTS)}" for name in weights if name not in SEGMENTS]
         bad = [name for name, weight in weights.items() if not (_is_number(weight) and weight >= 0.0)]
         problems += [f"{name}: expected a number of at least 0, got {weights[name]!r}" for name in bad]
@@ -84,7 +85,7 @@ class Offsets:
         return replace(self, weights=tuple(float(weights.get(name, 1.0)) for name in SEGMENTS))
 
     def resolve(self, layout: FrameLayout) -> list[tuple[Leaf, str | None]]:
-        """Return every array of a frame with the name that fits it; ``ConfigError`` for names that fit none."""
+        """Return each array with its matching name or None; ``ConfigError`` for names that match no array."""
         fitting: list[tuple[Leaf, str | None]] = []
         used = {""}
         for leaf in layout.leaves:
@@ -103,7 +104,7 @@ def _is_number(value: object) -> bool:
 
 
 def _fits(name: str, key: Key) -> bool:
-    """Tell whether a name is that of an array, or of a group that it is in; LeRobot's names are understood."""
+    """Return whether a name, ours or LeRobot's, is that of an array or of a group that contains it."""
     parts = tuple(_SEPARATOR.split(name)) if name else ()
     if parts[:2] == ("observation", "images"):
         parts = ("observation", "image", *parts[2:])
@@ -112,7 +113,7 @@ def _fits(name: str, key: Key) -> bool:
 
 
 class OffsetSampler:
-    """Draws frames with those at some offsets from them; one per thread and choice of offsets."""
+    """Samples frames together with those at the given offsets; one instance per thread and ``Offsets``."""
 
     def __init__(self, windows: WindowSampler, offsets: Offsets) -> None:
         self._windows, self._buffer, self._offsets = windows, windows.buffer, offsets
@@ -127,13 +128,13 @@ class OffsetSampler:
         self._time_axis = [] if None in sizes or len(sizes) > 1 else [size for size in sizes if size is not None]
 
     def draw(self, generator: np.random.Generator, batch_size: int) -> tuple[TensorDict, Ints, int]:
-        """Return a batch ``[batch_size]``, or chunks ``[batch_size, chunk_size]`` where all arrays have as many frames;
-        the drawn frames (``row * max_steps + step``); and how many were drawn again."""
+        """Return a batch, the sampled frames (``row * max_steps + step``), and the number of redrawn ones.
+        The batch is ``[batch_size, chunk_size]`` if all arrays have as many frames, else ``[batch_size]``."""
         known, chosen, picks = self._pick(generator, batch_size)
         values = self._copy(picks, known.length_of(chosen))
         redrawn, changed = 0, self._windows.changed(known, chosen)
         deadline = 0.0
-        while len(changed):  # rows that were overwritten meanwhile
+        while len(changed):  # rows that were overwritten during the copy
             redrawn += len(changed)
             known, chosen, again = self._pick(generator, len(changed))
             picks[changed] = again
@@ -147,24 +148,24 @@ class OffsetSampler:
         return TensorDict(unflatten(values), batch_size=[batch_size, *self._time_axis]), picks, redrawn
 
     def _pick(self, generator: np.random.Generator, count: int) -> tuple[Candidates, Ints, Ints]:
-        """Choose frames: an episode uniformly, then one of its frames, by the weights of segments if there are."""
+        """Draw an episode uniformly, then one of its frames, weighted by segment if there are weights."""
         span = self._offsets.span
         known, chosen, picks = self._windows.pick(generator, count, span)
         if self._weights is not None:
             rows, starts = known.rows[chosen], known.length_of(chosen) - (span - 1)
             segments = self._buffer.frames[_SEGMENT][torch.from_numpy(rows)].numpy()
-            # A row that is being written may hold anything; its windows are drawn again.
+            # A row that is being written may hold any values; its windows are redrawn.
             weights = self._weights[segments.clip(0, len(SEGMENTS) - 1)]
             weights[np.arange(self._buffer.max_steps) >= starts[:, None]] = 0.0
             total = weights.cumsum(axis=1)
             drawn = generator.random(count) * total[:, -1]
             at = (total <= drawn[:, None]).sum(axis=1)
-            weighed = total[:, -1] > 0.0  # else all of the episode's frames weigh nothing: any of them
-            picks = np.where(weighed, rows * self._buffer.max_steps + at, picks)
+            has_weight = total[:, -1] > 0.0  # if all frames of an episode have weight 0, keep the uniform draw
+            picks = np.where(has_weight, rows * self._buffer.max_steps + at, picks)
         return known, chosen, picks
 
     def _copy(self, picks: Ints, lengths: Ints) -> dict[Key, Tensor]:
-        """Return the frames around those that were picked, and which of them are repeated ones."""
+        """Return the frames at the offsets from ``picks``, and the padding masks."""
         buffer = self._buffer
         drawn = torch.from_numpy(picks)
         at, last = drawn % buffer.max_steps, torch.from_numpy(lengths) - 1
@@ -172,11 +173,11 @@ class OffsetSampler:
         index: dict[str, Tensor] = {}
         values: dict[Key, Tensor] = {}
         for name, steps in self._steps.items():
-            wanted = at[:, None] + steps
-            there = torch.minimum(wanted.clamp_min(0), last[:, None])
-            index[name] = first[:, None] + there
+            requested = at[:, None] + steps
+            clamped = torch.minimum(requested.clamp_min(0), last[:, None])
+            index[name] = first[:, None] + clamped
             if name in self._marked:
-                values[f"{name}_is_pad",] = there != wanted
+                values[f"{name}_is_pad",] = clamped != requested
         for leaf, fitting in self._leaves:
             frames = buffer.frames[leaf.key].flatten(0, 1)
             if fitting is None:

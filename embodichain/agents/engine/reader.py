@@ -1,4 +1,4 @@
-"""``StreamReader``: the sampling side of the engine, with all that a process needs that only reads."""
+"""``StreamReader``: the sampling side of the engine, for any process that reads from the buffer."""
 
 import fcntl
 import os
@@ -20,19 +20,19 @@ from embodichain.errors import ChunkSizeError, EngineStateError, StreamStalledEr
 
 Generator = np.random.Generator | torch.Generator
 
-_STATE, _SAMPLES = int(Control.STATE), int(Read.SAMPLES)  # numpy takes ten times as long to index with an enum
+_STATE, _SAMPLES = int(Control.STATE), int(Read.SAMPLES)  # indexing NumPy arrays with an enum is ten times slower
 _POLL_SECONDS = 0.001
 _AGE_EVERY = 16
-"""Ages are measured on every 16th batch: a mean over many draws needs no more, and the others stay cheap."""
+"""Episode ages are measured on every 16th batch only, to keep sampling cheap."""
 
 
 class Forks:
-    """Tells a forked process from the one that made an object, at a fraction of the cost of ``os.getpid``."""
+    """Detects that an object was inherited by a fork, at a fraction of the cost of ``os.getpid``."""
 
     count = 0
     """Number of forks between the first process and this one."""
     lock = threading.Lock()
-    """Held by whoever claims a slot for this process or counts in it; a forked child has its own."""
+    """Protects this process's reader slot from its threads; a forked child gets a new lock."""
 
     @classmethod
     def after_in_child(cls) -> None:
@@ -44,9 +44,9 @@ os.register_at_fork(after_in_child=Forks.after_in_child)
 
 
 class ReaderSlot:
-    """The counters of this process in the shared buffer, which need no lock between processes.
+    """The counters of this process in the shared buffer; no other process writes them.
 
-    A slot is claimed at the first count and after a fork. One of a process that has ended is taken over with its
+    A slot is claimed on first use and after a fork. The slot of a process that has exited is reused along with its
     counts, so that the sum over all slots never decreases.
     """
 
@@ -57,7 +57,7 @@ class ReaderSlot:
         self._forks = -1
 
     def add(self, samples: int, redrawn: int, ages: tuple[float, float] | None = None) -> None:
-        """Count one batch, with its mean age (in seconds, in episodes) where that was measured."""
+        """Count one batch, with its mean age ``(seconds, episodes)`` if measured."""
         with Forks.lock:
             counters = self._claimed()
             counters[_SAMPLES] += samples
@@ -69,18 +69,18 @@ class ReaderSlot:
                 counters[Read.AGE_EPISODES] += ages[1]
 
     def new_stream(self, seed: int) -> np.random.SeedSequence:
-        """Return the seed of a random stream that no other thread or process draws from."""
+        """Return a seed sequence that no other thread or process gets."""
         with Forks.lock:
             counters = self._claimed()
             counters[Read.STREAMS] += 1
             return np.random.SeedSequence(seed, spawn_key=(self._index, int(counters[Read.STREAMS])))
 
     def _claimed(self) -> Floats:
-        """Return the counters of this process's slot: its own, a free one, or one whose process is gone."""
+        """Return the counters of this process, claiming a slot that is free or whose process has exited if needed."""
         if self._forks == Forks.count:
             return self._counters
         buffer, pid = self._buffer, os.getpid()
-        # A record lock belongs to the process, not to the descriptor, which all processes share.
+        # A POSIX record lock belongs to the process, not to the file descriptor, which all processes share.
         fcntl.lockf(buffer.segment.fd, fcntl.LOCK_EX, 1, 0)
         try:
             for index, owner in enumerate(buffer.owners.tolist()):
@@ -94,7 +94,7 @@ class ReaderSlot:
 
 
 class _PerThread:
-    """What one thread draws with; nothing of it is shared."""
+    """Sampling state of one thread."""
 
     def __init__(self, buffer: SharedBuffer, seed: np.random.SeedSequence, check_state: Callable[[], None]) -> None:
         self.forks = Forks.count
@@ -107,7 +107,7 @@ class _PerThread:
 
 
 class StreamReader:
-    """Draws batches from a shared buffer, from any number of threads and processes."""
+    """Samples batches from a shared buffer, in any number of threads and processes."""
 
     def __init__(self, buffer: SharedBuffer, cfg: OnlineDataEngineCfg) -> None:
         self.buffer = buffer
@@ -123,7 +123,7 @@ class StreamReader:
     def sample(
         self, batch_size: int, chunk_size: int, generator: Generator | None = None, reuse_outputs: bool = False
     ) -> TensorDict:
-        """Draw ``[batch_size, chunk_size]``; see ``OnlineDataEngine.sample_batch``."""
+        """Sample chunks ``[batch_size, chunk_size]``; see ``OnlineDataEngine.sample_batch``."""
         self.prepare(batch_size, chunk_size)
         own = self._own()
         source = own.generator if generator is None else self.generator(generator)
@@ -133,7 +133,7 @@ class StreamReader:
         return output.batch
 
     def sample_frames(self, batch_size: int, offsets: Offsets, generator: Generator | None = None) -> TensorDict:
-        """Draw ``[batch_size]`` frames and those around them; see ``OnlineDataEngine.sample_frames``."""
+        """Sample frames ``[batch_size]`` and those at the given offsets; see ``OnlineDataEngine.sample_frames``."""
         self.prepare(batch_size, offsets.span)
         own = self._own()
         key = repr(offsets)
@@ -145,7 +145,7 @@ class StreamReader:
         return batch
 
     def generator(self, given: Generator | None) -> np.random.Generator:
-        """Return a numpy generator determined by the given one, or this thread's own."""
+        """Return a NumPy generator: the given one, one seeded by the given torch generator, or this thread's own."""
         if isinstance(given, torch.Generator):
             seed = torch.empty((), dtype=torch.int64, device=given.device).random_(generator=given)
             return np.random.default_rng(int(seed))
@@ -156,13 +156,13 @@ class StreamReader:
         return self._own().generator if given is None else given
 
     def prepare(self, batch_size: int, chunk_size: int) -> None:
-        """Check the request and the state of the engine, and wait if readers are ahead of a limit."""
+        """Validate the request, check the engine's state, and wait while ``max_samples_per_episode`` is reached."""
         self._check_request(batch_size, chunk_size)
         if self._limit is not None:
             self._wait_for_episodes(batch_size, self._limit)
 
     def check_chunk_size(self, chunk_size: int) -> None:
-        """Raise ``ChunkSizeError`` unless a stored episode is as long as this; nothing is drawn."""
+        """Raise ``ChunkSizeError`` unless a stored episode has at least ``chunk_size`` steps."""
         self._check_request(1, chunk_size)
         self._own().sampler.pick(np.random.default_rng(0), 1, chunk_size)
 
@@ -175,7 +175,7 @@ class StreamReader:
         self.check_state()
 
     def _wait_for_episodes(self, batch_size: int, limit: float) -> None:
-        """Return once ``batch_size`` more samples are within ``limit`` per episode; raise if they never will be."""
+        """Wait until ``batch_size`` more samples stay within ``limit`` per episode; raise if they never will."""
         buffer, timeout = self.buffer, self._cfg.worker_timeout
         if batch_size > limit * buffer.num_rows:
             raise StreamStalledError(
@@ -194,7 +194,7 @@ class StreamReader:
             time.sleep(_POLL_SECONDS)
 
     def check_state(self) -> None:
-        """Raise unless there is something to sample from."""
+        """Raise unless the engine is running and its buffer is filled."""
         state = int(self.buffer.control[_STATE])
         if state == State.RUNNING:
             return
@@ -206,7 +206,7 @@ class StreamReader:
         raise EngineStateError("the buffer is still being filled for the first time: wait until is_init is True")
 
     def count(self, samples: int, redrawn: int, rows: Callable[[], Ints]) -> None:
-        """Count a batch towards the refill; for some batches, ``rows`` tells of which rows to measure the age."""
+        """Count a batch of samples. ``rows()`` returns the sampled rows; it is called when ages are measured."""
         own = self._own()
         own.batches += 1
         if own.batches % _AGE_EVERY != 1:
@@ -219,7 +219,7 @@ class StreamReader:
         own: _PerThread | None = getattr(self._local, "own", None)
         if own is None or own.forks != Forks.count:
             if self._forks != Forks.count:
-                # torch's thread pool does not survive a fork: the first parallel operation in the child would hang.
+                # torch's thread pool does not survive a fork: the child's first parallel operation would hang.
                 torch.set_num_threads(1)
                 self._forks = Forks.count
             own = self._local.own = _PerThread(self.buffer, self._slot.new_stream(self._cfg.seed), self.check_state)

@@ -1,9 +1,9 @@
-"""Random windows of stored episodes, gathered while workers overwrite rows, and the memory of sampled batches.
+"""Samples random windows of stored episodes while workers overwrite rows, and manages the memory of sampled batches.
 
 The copy is one ``index_select`` per key over overlapping windows: the frames ``[num_rows, max_steps, ...]`` viewed as
 ``[num_rows * max_steps - chunk_size + 1, chunk_size, ...]`` with the stride of one frame, so that window
-``row * max_steps + start`` is contiguous. Fresh pages cost more than the copy itself, so each thread uses the memory of
-batches again: :class:`OutputPool` and :class:`OutputRing`.
+``row * max_steps + start`` is contiguous. Allocating fresh pages costs more than the copy, so each thread reuses the
+memory of its batches: see :class:`OutputPool` and :class:`OutputRing`.
 """
 
 import time
@@ -23,24 +23,25 @@ from embodichain.agents.processes.shared_memory import fence
 from embodichain.errors import ChunkSizeError, StreamStalledError
 
 RING_SIZE = 2
-"""One batch to work with while the next is drawn; more of them would push the frames out of the caches."""
+"""One batch in use while the next is sampled; more would evict the frames from the CPU caches."""
 STALL_SECONDS = 60.0
-"""Longest wait for rows being rewritten; a new worker, slow to start, repairs what a killed one left half-written."""
+"""Longest wait for rows that are being written. A row left half-written by a killed worker stays so until its
+replacement has started."""
 _POOL_SIZE = 8
 _NONE: Ints = np.zeros(0, np.int64)
 
-# How many tensors share a storage; torch has no public name for it.
+# Reference count of a storage; torch has no public API for it.
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class Output:
-    """Memory for a batch: ``[batch_size, chunk_size, ...]`` per key, contiguous, and the batch on it."""
+    """Memory of a batch, contiguous ``[batch_size, chunk_size, ...]`` per key, and the TensorDict of these tensors."""
 
     def __init__(
         self, tensors: dict[Key, Tensor], batch_size: int, chunk_size: int, device: torch.device | None = None
     ) -> None:
         self.tensors = tensors
-        # The shapes are ours; the checks of the public constructor take several times as long as the rest.
+        # The shapes are known to be valid; the checks of the public constructor would dominate the cost.
         self.batch = TensorDict._new_unsafe(unflatten(tensors), torch.Size((batch_size, chunk_size)), device)
 
 
@@ -48,7 +49,7 @@ AnyOutput = TypeVar("AnyOutput", bound=Output)
 
 
 class _Block:
-    """Memory for one array of a batch."""
+    """Memory of one tensor of a batch."""
 
     def __init__(self, leaf: Leaf, frames: int) -> None:
         self._leaf, self.frames = leaf, frames
@@ -66,14 +67,14 @@ class _Block:
 
 
 class OutputPool:
-    """Memory that is used again once nobody holds the batch, a view of it, or a gradient that saved it."""
+    """Memory that is reused once nothing references the batch: no tensor, view or saved autograd input."""
 
     def __init__(self, layout: FrameLayout) -> None:
         self._layout = layout
         self._blocks: dict[Key, list[_Block]] = {leaf.key: [] for leaf in layout.leaves}
 
     def get(self, batch_size: int, chunk_size: int) -> Output:
-        """Return memory that nothing else refers to."""
+        """Return memory that nothing else references."""
         blocks = {leaf.key: self._block(leaf, batch_size * chunk_size) for leaf in self._layout.leaves}
         tensors = {key: block.tensor(batch_size, chunk_size) for key, block in blocks.items()}
         return Output(tensors, batch_size, chunk_size)
@@ -82,26 +83,26 @@ class OutputPool:
         blocks = self._blocks[leaf.key]
         for index, block in enumerate(blocks):
             if block.is_free():
-                # Memory that went to another process is not used again: its holders there cannot be counted.
+                # Memory shared with another process is not reused: references there are not counted.
                 if block.frames < frames or block.storage.is_shared():
                     block = blocks[index] = _Block(leaf, frames)
                 return block
-        if len(blocks) == _POOL_SIZE:  # the caller keeps many batches: the oldest block is not tracked any more
+        if len(blocks) == _POOL_SIZE:  # the caller keeps many batches: stop tracking the oldest block
             blocks.pop(0)
         blocks.append(_Block(leaf, frames))
         return blocks[-1]
 
 
 class OutputRing(Generic[AnyOutput]):
-    """The same ``RING_SIZE`` batches per shape, in turn: each is overwritten by the ``RING_SIZE``-th draw after it."""
+    """Cycles through ``RING_SIZE`` batches per shape: each is overwritten by the ``RING_SIZE``-th later draw."""
 
     def __init__(self, new_output: Callable[[int, int], AnyOutput], shapes: int = 16) -> None:
-        """``new_output`` makes batches; for more than ``shapes`` shapes, the oldest are dropped."""
+        """``new_output(batch_size, chunk_size)`` allocates a batch; at most ``shapes`` shapes are kept."""
         self._new_output, self._shapes = new_output, shapes
         self._rings: dict[tuple[int, int], list[AnyOutput]] = {}
 
     def get(self, batch_size: int, chunk_size: int) -> AnyOutput:
-        """Return the batch of this shape that was given out longest ago."""
+        """Return the least recently returned batch of this shape."""
         shape = (batch_size, chunk_size)
         ring = self._rings.get(shape)
         if ring is None:
@@ -114,27 +115,27 @@ class OutputRing(Generic[AnyOutput]):
 
 @dataclass
 class Candidates:
-    """A snapshot of the rows: all sequence numbers, and where long enough episodes are."""
+    """A snapshot of the rows: all sequence numbers, and the rows whose episode is long enough for a chunk."""
 
     stamp: bytes
-    """The sequence numbers of all rows."""
+    """Sequence numbers of all rows, as int64 bytes."""
     lengths: bytes
-    """The lengths of all rows."""
+    """Episode lengths of all rows, as int64 bytes."""
     chunk_size: int
     rows: Ints
-    """The rows with a long enough episode."""
+    """Rows with an episode of at least ``chunk_size`` steps."""
     first: Ints
-    """The first window of each of these rows."""
+    """First window of each of ``rows``."""
     starts: Floats
-    """How many windows each of these rows has."""
+    """Number of windows in each of ``rows``."""
 
     @property
     def sequence(self) -> Ints:
-        """The sequence numbers as numbers."""
+        """Sequence numbers of all rows."""
         return np.frombuffer(self.stamp, np.int64)
 
     def length_of(self, chosen: Ints) -> Ints:
-        """Return the lengths of the episodes in these of the rows."""
+        """Return the episode lengths of ``rows[chosen]``."""
         return np.frombuffer(self.lengths, np.int64)[self.rows[chosen]]
 
     @cached_property
@@ -144,18 +145,18 @@ class Candidates:
 
 
 class WindowSampler:
-    """Draws windows from a shared buffer; one per thread."""
+    """Samples windows from a shared buffer; one instance per thread."""
 
     def __init__(self, buffer: SharedBuffer, check_state: Callable[[], None] = lambda: None) -> None:
-        """``check_state`` is called while the sampler waits, to end the waiting by an exception if it is in vain."""
+        """``check_state`` is called while the sampler waits, and raises if the engine has failed or stopped."""
         self.buffer = buffer
         self._check_state = check_state
         self._windows: dict[int, list[Tensor]] = {}
         self._known = Candidates(b"", b"", 0, _NONE, _NONE, np.zeros(0))
 
     def draw(self, generator: np.random.Generator, out: Output, batch_size: int, chunk_size: int) -> tuple[Ints, int]:
-        """Fill ``out``; return the windows drawn (``row * max_steps + start``), and how many were drawn again.
-        An episode is drawn uniformly from those that are long enough, then a start uniformly within it."""
+        """Fill ``out``; return the windows ``row * max_steps + start`` and the number of redrawn ones.
+        An episode is drawn uniformly among those that are long enough, then a start uniformly within it."""
         known, chosen, picks = self.pick(generator, batch_size, chunk_size)
         index = torch.from_numpy(picks)
         for windows, target in zip(self._windows_of(chunk_size), out.tensors.values(), strict=True):
@@ -164,7 +165,7 @@ class WindowSampler:
         return picks, self._redraw(generator, out, picks, changed, chunk_size) if len(changed) else 0
 
     def _redraw(self, generator: np.random.Generator, out: Output, picks: Ints, changed: Ints, chunk_size: int) -> int:
-        """Replace the windows whose row changed while it was copied, and only those; return how often."""
+        """Replace only the windows whose row changed while it was copied; return the number of draws."""
         pairs = list(zip(self._windows_of(chunk_size), out.tensors.values(), strict=True))
         redrawn, deadline = 0, 0.0
         while len(changed):
@@ -180,17 +181,17 @@ class WindowSampler:
         return redrawn
 
     def pick(self, generator: np.random.Generator, count: int, chunk_size: int) -> tuple[Candidates, Ints, Ints]:
-        """Choose ``count`` windows: return the candidates, which of their rows were chosen, and the windows.
-        Some of these rows may be in the middle of a write."""
+        """Draw ``count`` windows without copying them: return the candidates, the indices into their ``rows``, and the
+        windows. Some of these rows may be in the middle of a write."""
         deadline = 0.0
         while True:
             known = self._candidates(chunk_size)
             if len(known.rows):
-                # u * n, rounded down, is uniform on 0 .. n-1 (to 2^-53) and cheaper than bounded integers.
+                # floor(u * n) is uniform on 0 .. n-1 (up to 2^-53) and faster than bounded integers.
                 u = generator.random(2 * count)
                 chosen = (u[:count] * len(known.rows)).astype(np.int64)
                 return known, chosen, known.first[chosen] + (u[count:] * known.starts[chosen]).astype(np.int64)
-            if not known.is_busy:  # else a row that is being written may turn out long enough
+            if not known.is_busy:  # else a row that is being written may become long enough
                 length = np.frombuffer(known.lengths, np.int64)
                 longest = int(length.max(initial=0))
                 raise ChunkSizeError(
@@ -200,13 +201,13 @@ class WindowSampler:
             deadline = self.wait_for_writers(deadline)
 
     def _candidates(self, chunk_size: int) -> Candidates:
-        """Look at all rows; what was found out last time is not worked out again where nothing has changed."""
+        """Take a snapshot of all rows, or reuse the last one if nothing has changed."""
         known, stamp = self._known, self.buffer.sequence.tobytes()
         if chunk_size != known.chunk_size:
             known = Candidates(b"", b"", chunk_size, _NONE, _NONE, known.starts)
         if stamp == known.stamp:
             return known
-        fence()  # sequence numbers before lengths: a length that changes later fails the check
+        fence()  # read sequence numbers before lengths: a later change of a length is then detected
         rows, first, starts, lengths = known.rows, known.first, known.starts, self.buffer.length.tobytes()
         if lengths != known.lengths:
             length = np.frombuffer(lengths, np.int64)
@@ -216,18 +217,18 @@ class WindowSampler:
         return self._known
 
     def changed(self, known: Candidates, chosen: Ints) -> Ints:
-        """Return the indices into ``chosen`` whose row was being written at the time of ``known`` or has been since."""
+        """Return the indices into ``chosen`` whose row was written during or after the snapshot ``known``."""
         fence()
         now = self.buffer.sequence.tobytes()
         if now == known.stamp and not known.is_busy:
             return _NONE
-        # Numbers only grow: with the last bit cleared, an odd one differs from all that can follow.
+        # Sequence numbers only grow: an odd one with its last bit cleared differs from every later one.
         changed = np.frombuffer(now, np.int64) != known.sequence & -2
         marks = changed[known.rows[chosen]]
         return np.flatnonzero(marks) if b"\1" in marks.tobytes() else _NONE
 
     def _windows_of(self, chunk_size: int) -> list[Tensor]:
-        """Return all windows of every key, which overlap in memory."""
+        """Return views of all windows, one per key; windows overlap in memory."""
         if chunk_size not in self._windows:
             count, buffer = self.buffer.num_rows * self.buffer.max_steps - chunk_size + 1, self.buffer
             self._windows[chunk_size] = [
@@ -237,8 +238,8 @@ class WindowSampler:
         return self._windows[chunk_size]
 
     def wait_for_writers(self, deadline: float) -> float:
-        """Wait a moment for rows that are being written; raise if that takes too long. ``deadline`` is 0 at first,
-        then what this returned."""
+        """Sleep briefly while rows are being written; return the deadline for the next call (0 in the first call).
+        Raises ``StreamStalledError`` after the deadline."""
         self._check_state()
         now = time.monotonic()
         if deadline and now > deadline:

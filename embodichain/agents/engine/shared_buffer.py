@@ -1,9 +1,10 @@
-"""Episodes in shared memory: rows ``[num_rows, max_steps, ...]``, a header for each, and the counters of all processes.
+"""Episodes in shared memory: rows ``[num_rows, max_steps, ...]`` with a header each, and the counters of all processes.
 
-Every word has one writer at a time, so no lock is taken while frames are read or written: rows and worker records
-belong to their worker, a reader slot to the process that claimed it, the control words to the creator.
+Every word has a single writer, so frames are read and written without locks: rows and worker records belong to their
+worker, a reader slot to the process that claimed it, the control words to the creator of the engine.
 
-A row's ``sequence`` is odd during a write. A reader whose copy may be torn, because the number changed, draws again.
+Each row is protected by a sequence lock: ``sequence`` is odd during a write. A reader whose row has changed during its
+copy discards the copy and draws again.
 """
 
 import enum
@@ -32,7 +33,7 @@ _FENCED_READ_SECONDS = 10.0
 
 
 class State(enum.IntEnum):
-    """What the engine is doing; every process reads it."""
+    """State of the engine, read by every process."""
 
     STARTING = 0
     RUNNING = 1
@@ -41,7 +42,7 @@ class State(enum.IntEnum):
 
 
 class Control(enum.IntEnum):
-    """Words written by the creator."""
+    """Indices of the control words, written by the creator."""
 
     STATE = 0
     READY = 1
@@ -51,8 +52,9 @@ class Control(enum.IntEnum):
 
 
 class Work(enum.IntEnum):
-    """Words of a worker's record, written by that worker and kept by the one that replaces it.
-    ``IDLE`` is 1 while the buffer is full of episodes that are still good."""
+    """Indices into a worker's record, written by that worker and continued by its replacement.
+    ``JUDGED`` counts the finished episodes that report success or failure. ``TARGET`` and ``SERVED`` are the state of
+    the refill policy. ``IDLE`` is 1 while no episode is due."""
 
     WRITTEN = 0
     FINISHED = 1
@@ -66,11 +68,11 @@ class Work(enum.IntEnum):
 
 
 WORK_WORDS = 16
-"""Length of a record: whole cache lines, so that no two workers write into the same one."""
+"""Length of a record: whole cache lines, so that no two workers write to the same line."""
 
 
 class Read(enum.IntEnum):
-    """Numbers of a reader slot; the sums over all slots are those of the whole engine."""
+    """Indices into a reader slot; the totals of the engine are the sums over all slots."""
 
     SAMPLES = 0
     REDRAWN = 1
@@ -81,7 +83,7 @@ class Read(enum.IntEnum):
 
 
 def count_finished(episode: Episode, record: Ints) -> None:
-    """Count a finished episode in a record."""
+    """Count a finished episode in a ``Work`` record."""
     record[Work.FINISHED] += 1
     record[Work.FRAMES] += episode.length
     if episode.success is not None:
@@ -90,12 +92,12 @@ def count_finished(episode: Episode, record: Ints) -> None:
 
 
 def task_weights(cfg: OnlineDataEngineCfg) -> tuple[float, ...]:
-    """Return the weights of the tasks of a stream; one where there is one task."""
+    """Return the weight of each task of a stream; ``(1.0,)`` for a single environment."""
     return tuple(entry.weight for entry in cfg.tasks()) or (1.0,)
 
 
 class SharedBuffer:
-    """All shared state of one engine; pickle it (or fork) to attach in another process."""
+    """All shared state of one engine; pickling or forking attaches another process to the same memory."""
 
     def __init__(
         self,
@@ -106,8 +108,8 @@ class SharedBuffer:
         segment: Segment | None = None,
         weights: tuple[float, ...] = (1.0,),
     ) -> None:
-        """Map the memory of a buffer, or allocate an empty one; SharedMemoryError if it does not fit.
-        Tasks share the rows of every worker by their ``weights``."""
+        """Map the memory of an existing buffer, or allocate one (``segment=None``); ``SharedMemoryError`` if it does
+        not fit. The rows of every worker are divided among tasks in proportion to their ``weights``."""
         arrays: dict[str | Key, tuple[torch.dtype, tuple[int, ...]]] = {
             "control": (torch.int64, (8,)),
             "failure": (torch.uint8, (REPORT_BYTES,)),
@@ -136,11 +138,11 @@ class SharedBuffer:
         self.sequence: Ints = views["sequence"].numpy()
         self.length: Ints = views["length"].numpy()
         self.stamps: Floats = views["stamps"].numpy()
-        """Per row: the Unix time of the write, and how many episodes the engine had written by then."""
+        """``[num_rows, 2]``: Unix time of the write, and the engine's count of episodes at that time."""
         self.origins: Ints = views["origins"].numpy()
-        """Per row: worker, episode seed, policy version, success (-1 unknown), task."""
+        """``[num_rows, 5]``: worker, episode seed, policy version, success (-1 unknown), task."""
         self.tasks: Ints = views["tasks"].numpy()
-        """Of every worker, a record for each of several tasks; its own record has the sums."""
+        """``[num_workers, num_tasks, WORK_WORDS]``: a record per worker and task; ``workers`` has the sums."""
         self.frames: dict[Key, Tensor] = {leaf.key: views[leaf.key] for leaf in layout.leaves}
         nested = TensorDict(unflatten(self.frames), batch_size=[num_rows, max_steps])
         self.tensordict = nested.share_memory_()
@@ -150,7 +152,7 @@ class SharedBuffer:
         return SharedBuffer, (self.layout, *sizes, self.segment, self.weights)
 
     def rows_of(self, worker: int) -> range:
-        """Return the rows that belong to a worker: as even a split as there is."""
+        """Return the rows that belong to a worker; rows are divided as evenly as possible."""
         return range(*(index * self.num_rows // self.num_workers for index in (worker, worker + 1)))
 
     def rows_of_task(self, worker: int, task: int) -> range:
@@ -161,13 +163,13 @@ class SharedBuffer:
         return rows[ends[task] : ends[task + 1]]
 
     def write(self, row: int, worker: int, episode: Episode) -> None:
-        """Replace the episode in a row; readers that are copying from it notice and draw again."""
-        # A predecessor that was killed in the middle of a write has left the number odd: then it stays as it is.
+        """Replace the episode in a row; readers that are copying from it detect this and draw again."""
+        # A worker killed during a write leaves an odd number, which its replacement keeps.
         busy = int(self.sequence[row]) | 1
         self.sequence[row] = busy
         fence()
         for key, pieces in episode.frames.items():
-            target, start = self.frames[key].select(0, row), 0  # named functions: half the cost of an index
+            target, start = self.frames[key].select(0, row), 0  # select and narrow take half the time of indexing
             for piece in pieces:
                 target.narrow(0, start, len(piece)).copy_(piece)
                 start += len(piece)
@@ -179,7 +181,7 @@ class SharedBuffer:
         self.sequence[row] = busy + 1
 
     def info(self, row: int) -> EpisodeInfo:
-        """Return the header of a row, all of it from one write."""
+        """Return a consistent copy of a row's header."""
         deadline = time.monotonic() + _FENCED_READ_SECONDS
         while time.monotonic() < deadline:
             sequence = int(self.sequence[row])
@@ -200,7 +202,7 @@ class SharedBuffer:
 
     @property
     def samples(self) -> int:
-        """Chunks drawn by all processes so far."""
+        """Chunks sampled by all processes so far."""
         return int(self.readers[:, Read.SAMPLES].sum())
 
     def fail(self, report: str) -> None:
@@ -213,5 +215,5 @@ class SharedBuffer:
 
     @property
     def failure_report(self) -> str:
-        """What ``fail`` was given."""
+        """The report passed to ``fail``."""
         return self.failure[: int(self.control[Control.FAILURE_LENGTH])].tobytes().decode()

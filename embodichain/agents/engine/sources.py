@@ -1,4 +1,4 @@
-"""Sources of episodes: a simulation in which an actor chooses the actions, or a folder of recorded episodes."""
+"""Sources of episodes: a simulation with an actor, or a folder of recorded episodes."""
 
 import functools
 import os
@@ -28,50 +28,50 @@ from embodichain.envs.vec_env import ActionBounds, HasExpert, MarksSegments, Vec
 from embodichain.errors import ConfigError, EnvContractError, nearest
 from embodichain.extras import config_folders, import_trusted
 
-# Like the actors, these are entry points: only a worker that needs them imports all tasks, or the extra ``data``.
+# Entry points, as in ``ACTORS``: only a worker that needs them imports all tasks, or the extra ``data``.
 _MAKE_ENV = "embodichain.envs.registration:make_to_watch"
 _LIST_ENVS = "embodichain.envs.registration:list_envs"
 _TASK_ENV, _STEP_SECONDS = "embodichain.envs.task_env:TaskEnv", "embodichain.envs.publishing:step_seconds"
 _RECORDED = "embodichain.agents.datasets.lerobot:RecordedEpisodes"
-_LONGEST = 1000  # steps of an episode that nothing ends
+_LONGEST = 1000  # default time limit of environments without one, in steps
 
 
 class Actor(Protocol):
     """Chooses the actions of all envs."""
 
     version: int = -1
-    """How many updates shaped the policy that acts; -1 where there is none."""
+    """Number of updates of the acting policy; -1 if there is no policy."""
 
     def __call__(self, observation: TensorDict) -> Tensor:
-        """Return the actions ``[num_envs, ...]`` for the present observation."""
+        """Return actions ``[num_envs, ...]`` for the current observation."""
 
     def reset(self, env_ids: list[int]) -> None:
-        """Forget the episodes of these envs, which have ended; there is nothing to forget unless a class says so."""
+        """Reset the per-episode state of these envs, whose episodes have ended. By default there is none."""
         return
 
 
 @runtime_checkable
 class LabellingActor(Protocol):
-    """An actor that returns what is to be imitated, while the envs are given another action."""
+    """An actor that returns labels for imitation, while the envs execute another action."""
 
     extra: Frames
-    """What a frame holds beside, for the last call: ``executed_action``, which the envs are given, and what else there
-    is to know, each ``[num_envs, ...]``."""
+    """Additional frame keys of the last call, each ``[num_envs, ...]``: ``executed_action``, which the envs execute,
+    and others."""
 
     def resume(self, steps: int, episodes: int) -> None:
-        """Continue where a worker was that has taken so many steps, in so many episodes."""
+        """Set the counts of environment steps and episodes to those of the worker that this one replaces."""
 
 
 @runtime_checkable
 class AdoptingActor(Protocol):
-    """An actor that can act by the weights that a learner publishes."""
+    """An actor that can load the weights that a learner publishes."""
 
     def adopt(self, weights: PublishedWeights) -> None:
-        """Act by these weights from now on."""
+        """Load these weights."""
 
 
 class ExpertActor(Actor):
-    """The scripted expert of the environment, who looks at the present state alone."""
+    """The scripted expert of the environment; it depends on the current state only."""
 
     def __init__(self, env: VecEnv, **_: object) -> None:
         if not isinstance(env, HasExpert) or not env.has_expert:
@@ -85,7 +85,7 @@ class ExpertActor(Actor):
 
 
 class RandomActor(Actor):
-    """Uniform draws from the action space; where it has no bounds, from [-1, 1]."""
+    """Uniform samples from the action space; dimensions without bounds use [-1, 1]."""
 
     def __init__(self, env: VecEnv, seed: int, **_: object) -> None:
         self._env, self._generator = env, torch.Generator().manual_seed(seed)
@@ -98,7 +98,7 @@ class RandomActor(Actor):
 def make_actor(
     cfg: ActionSourceCfg, env: VecEnv, seed: int, trusted_modules: Sequence[str] = (), num_workers: int = 1
 ) -> Actor:
-    """Return the actor that the config names, for one of several workers; a trusted module may register the name."""
+    """Import the trusted modules, which may register actors, and build the actor that the config names."""
     import_trusted(trusted_modules, config_folders())
     factory = ACTORS.get(cfg.source)
     if factory is None:
@@ -116,8 +116,8 @@ def make_actor(
 class SimulatedEpisodes:
     """Steps a ``VecEnv`` and keeps the last ``max_episode_steps`` frames of every env.
 
-    The frames are a time-major ring ``[max_steps, num_envs, ...]``: one step is one contiguous write per key, and an
-    episode of env ``i`` is a part of column ``i``, or two parts across the end of the ring.
+    Frames are kept in a time-major ring buffer ``[max_steps, num_envs, ...]``: a step is one contiguous write per key,
+    and an episode of env ``i`` is a slice of column ``i``, or two if it wraps around.
     """
 
     def __init__(self, env: VecEnv, actor: Actor, seed: int, noise_std: float = 0.0, task_index: int = 0) -> None:
@@ -134,7 +134,7 @@ class SimulatedEpisodes:
         self._labelling = actor if isinstance(actor, LabellingActor) else None
         action = actor(self._observation)
         self.layout = FrameLayout.of_step(self._observation, action, self._labelling.extra if self._labelling else {})
-        actor.reset(list(range(env.num_envs)))  # that was a rehearsal
+        actor.reset(list(range(env.num_envs)))  # that call only determined the layout
         self.resume(0, 0)
         self._ring = self.layout.empty(self.max_steps, env.num_envs)
         self._begin = [0] * env.num_envs
@@ -142,19 +142,19 @@ class SimulatedEpisodes:
         self._measures: list[Callable[[], Frames]] = []
 
     def also_keep(self, measure: Callable[[], Frames]) -> None:
-        """Keep more of every step: what ``measure`` returns before it, ``[num_envs, ...]`` by keys of its own."""
+        """Add keys to every frame: the tensors ``[num_envs, ...]`` that ``measure()`` returns before each step."""
         leaves = [Leaf(key, value.dtype, tuple(value.shape[1:])) for key, value in measure().items()]
         self._ring |= FrameLayout(tuple(leaves)).empty(self.max_steps, self.env.num_envs)
         self.layout = FrameLayout((*self.layout.leaves, *leaves))
         self._measures.append(measure)
 
     def resume(self, steps: int, episodes: int) -> None:
-        """Continue what depends on the steps of all envs, and their episodes, where another worker was."""
+        """Set the actor's counts of environment steps and episodes to those of the worker that this one replaces."""
         if self._labelling is not None:
             self._labelling.resume(steps, episodes)
 
     def adopt(self, weights: PublishedWeights) -> None:
-        """Let the actor act by weights that a learner published."""
+        """Load published weights into the actor."""
         if isinstance(self.actor, AdoptingActor):
             self.actor.adopt(weights)
 
@@ -184,7 +184,7 @@ class SimulatedEpisodes:
         return self._collect(ended, info) if ended else []
 
     def _collect(self, ended: list[int], info: dict[str, Any]) -> list[Episode]:
-        """Cut the episodes of these envs out of the ring, and begin their next ones."""
+        """Return the finished episodes of these envs as views of the ring buffer, and start their next ones."""
         success = info.get("metrics", {}).get("success")
         solved = None if success is None else (success > 0.5).tolist()
         next_seeds = _episode_seeds(info, self.env.num_envs)
@@ -216,16 +216,16 @@ class SimulatedEpisodes:
 
 
 def _step_seconds(env: VecEnv) -> float | None:
-    """Return the simulated time of a step; None if the environment does not tell."""
+    """Return the simulated seconds per step; None if the environment does not report it."""
     env = env.env if isinstance(env, TaskView) else env
     seconds: float | None = resolve_name(_STEP_SECONDS)(env) if isinstance(env, resolve_name(_TASK_ENV)) else None
     return seconds
 
 
 class MixedEpisodes:
-    """Several tasks, each in an environment of its own; one of them is stepped at a time.
+    """Several tasks, each in its own environment, of which one is stepped at a time.
 
-    Which one, the caller says; else the one that lags behind its weight. With ``numbered``, every frame has its
+    The caller chooses the task; the default is the one furthest below its weight. With ``numbered``, every frame has a
     ``task_index``.
     """
 
@@ -238,13 +238,13 @@ class MixedEpisodes:
         seconds = {source.step_seconds for source in self.sources}
         self.step_seconds = seconds.pop() if len(seconds) == 1 else None
         self.num_envs = round(sum(source.num_envs for source in self.sources) / len(self.sources))
-        """Envs that are stepped at a time, on average."""
+        """Mean number of envs per step."""
         self.kept = [0] * len(self.sources)
-        """Episodes of each task that were delivered and, where only successes count, succeeded."""
+        """Episodes returned per task; with ``only_success``, only the successful ones."""
         self.only_success = False
 
     def advance(self, task: int | None = None) -> list[Episode]:
-        """Take one step in the envs of one task, and return the episodes that it finished."""
+        """Step the envs of one task and return the episodes that ended."""
         if task is None:
             task = min(range(len(self.kept)), key=lambda i: self.kept[i] / self._weights[i])
         episodes = self.sources[task].advance()
@@ -252,12 +252,12 @@ class MixedEpisodes:
         return episodes
 
     def adopt(self, weights: PublishedWeights) -> None:
-        """Let all actors act by weights that a learner published."""
+        """Load published weights into all actors."""
         for source in self.sources:
             source.adopt(weights)
 
     def resume(self, steps: int, episodes: int) -> None:
-        """Continue what depends on the steps of all envs, and their episodes, where another worker was."""
+        """Set the actors' counts of environment steps and episodes to those of the worker that this one replaces."""
         for source in self.sources:
             source.resume(steps, episodes)
 
@@ -267,7 +267,7 @@ class MixedEpisodes:
 
 
 def _episode_seeds(info: dict[str, Any], num_envs: int) -> list[int]:
-    """Return the seed of the episode each env is in; -1 where the environment does not tell."""
+    """Return the seed of each env's current episode; -1 if the environment does not report it."""
     seeds = info.get("episode_seed")
     return [-1] * num_envs if seeds is None else [int(seed) for seed in seeds.tolist()]
 
@@ -275,8 +275,8 @@ def _episode_seeds(info: dict[str, Any], num_envs: int) -> list[int]:
 def open_source(
     cfg: OnlineDataEngineCfg, worker: int = 0, incarnation: int = 0, numbered: bool = True
 ) -> EpisodeSource:
-    """Open the source of one worker; a worker's replacement (the next incarnation) draws other episodes.
-    Of several tasks, every frame has its ``task_index``, unless it is not to be ``numbered``."""
+    """Open the source of one worker; its replacement (the next ``incarnation``) gets other seeds.
+    With several tasks and ``numbered``, every frame has a ``task_index``."""
     source = _open(cfg, stream_seed(cfg.seed, worker, incarnation), numbered)
     try:
         check_layout(cfg, source.layout, source.max_steps)
@@ -310,7 +310,7 @@ def _open(cfg: OnlineDataEngineCfg, seed: int, numbered: bool) -> EpisodeSource:
 def _simulated(
     cfg: OnlineDataEngineCfg, action: ActionSourceCfg, env: VecEnv, seed: int, task_index: int = 0
 ) -> SimulatedEpisodes:
-    """Return the episodes of an environment in which the config's actor acts."""
+    """Build the actor and return the simulation; closes ``env`` on failure."""
     try:
         actor = make_actor(action, env, seed + 1, cfg.trusted_modules, cfg.num_workers)
         source = SimulatedEpisodes(env, actor, seed, action.noise_std, task_index)
@@ -326,7 +326,7 @@ def _simulated(
 
 
 def _make_env(cfg: OnlineDataEngineCfg, action: ActionSourceCfg, gym_config: dict[str, Any]) -> VecEnv:
-    """Make an environment with what the source of actions and the number of workers ask for."""
+    """Make an environment, with the termination rule of the source and a share of the CPU cores."""
     overrides: dict[str, Any] = {}
     labelled = action.source in ("expert", "dagger")
     ends = False if labelled and action.terminate_on_success is None else action.terminate_on_success
@@ -334,7 +334,7 @@ def _make_env(cfg: OnlineDataEngineCfg, action: ActionSourceCfg, gym_config: dic
         overrides["env"] = {"terminate_on_success": ends}
     elif action.terminate_on_success is not None:
         raise ConfigError(
-            f"terminate_on_success: only tasks let this be chosen, {gym_config.get('id')} does not", "action_config"
+            f"terminate_on_success: only tasks have this setting, and {gym_config.get('id')} is none", "action_config"
         )
     if cfg.num_workers > 1 and "num_threads" not in gym_config:
         overrides["num_threads"] = max(1, len(os.sched_getaffinity(0)) // cfg.num_workers)
@@ -348,7 +348,7 @@ def _is_task(name: object) -> bool:
 
 
 def check_layout(cfg: OnlineDataEngineCfg, layout: FrameLayout, max_steps: int) -> None:
-    """Raise if the environment does not fit the config."""
+    """Raise ``ConfigError`` if the environment contradicts ``max_episode_steps`` or ``state_dim``."""
     problems = []
     if cfg.max_episode_steps is not None and max_steps > cfg.max_episode_steps:
         problems.append(

@@ -1,4 +1,4 @@
-"""The thread that owns an engine's workers: starts them, hands them the buffer, replaces those that fail, ends all."""
+"""``Supervisor``: the thread that starts an engine's workers, gives them the buffer, replaces and stops them."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ log = logging.getLogger("embodichain.workers")
 _POLL_SECONDS = 0.05
 _IDLE_SECONDS = 0.002
 _TURN_SECONDS = 0.25
-"""How long a worker of a cluster simulates before it answers; its answers are its heartbeat."""
+"""Longest time that a Ray worker simulates per request; its replies serve as heartbeats."""
 _DEPTH = 2
-"""Requests that it has at a time: it begins the next one while the answer to the last one is on its way."""
+"""Pending requests per Ray worker: it starts the next one while its last reply is in transit."""
 STOP_SECONDS = 3.0
-"""How long workers may take to stop by themselves before they are killed."""
+"""Time that workers have to stop by themselves before they are killed."""
 _OVERDUE = 3
-"""So many times the longest episode's steps without one that ended are too many."""
+"""An episode is overdue after this many times the steps of the longest one."""
 
 
 class LocalPool(WorkerPool):
-    """Processes of this machine, which write into the buffer themselves."""
+    """Worker processes on this machine, which write into the buffer themselves."""
 
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
-        from embodichain.agents.engine.worker import simulate  # needed in the workers, not by who samples
+        from embodichain.agents.engine.worker import simulate  # not needed by processes that only sample
 
         settings = cfg.to_dict()
         super().__init__(simulate, lambda *worker: (settings, *worker), cfg.start_timeout, cfg.worker_timeout)
@@ -60,8 +60,8 @@ class LocalPool(WorkerPool):
         self._publishing = threading.Lock()
 
     def share(self, worker: WorkerHandle, buffer: SharedBuffer) -> None:
-        """Let a worker begin to fill the buffer, with the newest weights if there are any."""
-        if isinstance(worker, WorkerProcess):  # if it died meanwhile, the next poll tells
+        """Send a worker the newest weights, if any, and the buffer, which it starts to fill."""
+        if isinstance(worker, WorkerProcess):  # if it has died, the next poll reports it
             with self._publishing:
                 if self._published is not None:
                     self._send(worker, self._published, described=False)
@@ -69,7 +69,7 @@ class LocalPool(WorkerPool):
                 worker.joined = time.monotonic()
 
     def publish(self, weights: PublishedWeights) -> None:
-        """Send weights to all workers; those that build their environment get them, or newer ones, when they join."""
+        """Send weights to all running workers; the others get the newest ones from ``share``."""
         with self._publishing:
             described = self._published is not None and self._published.description is weights.description
             self._published = weights
@@ -84,23 +84,23 @@ class LocalPool(WorkerPool):
         worker.channel.send("weights", {"version": weights.version}, weights.segment, wait=False)
 
     def progress(self, buffer: SharedBuffer) -> Iterator[tuple[str, Ints, float | None]]:
-        """Return who writes, what he has done, and until when he is known to have been at it; None: nothing is due."""
+        """Yield each writer's name, its record, and the time of its last heartbeat (None: it has nothing to do)."""
         for worker in self._workers:
             record: Ints = buffer.workers[worker.index]
-            at_work = worker.joined and not worker.is_closed and not record[Work.IDLE]
-            yield f"simulation worker {worker.index}", record, worker.heartbeat.last if at_work else None
+            is_working = worker.joined and not worker.is_closed and not record[Work.IDLE]
+            yield f"simulation worker {worker.index}", record, worker.heartbeat.last if is_working else None
 
 
 class RayPool(ActorPool[ActorHandle]):
-    """Workers in a Ray cluster: they are asked for episodes as the refill policy wants, and these are written here.
-    Any worker's episode goes to the next row, so a slow or lost worker delays no row."""
+    """Workers in a Ray cluster: this process requests episodes when the refill policy has them due, and writes them.
+    An episode of any worker goes to the next row, so a slow or lost worker delays no row."""
 
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
         from embodichain.agents.engine.worker import RefillPolicy, StreamWorker
 
         super().__init__(StreamWorker, ActorHandle, cfg, cfg.worker_timeout, cfg.worker_timeout)
         self._settings = cfg.to_dict()
-        if cfg.gym_config:  # a simulator has as many threads as its worker has cores
+        if cfg.gym_config:  # one simulation thread per core of the worker
             threads = max(1, math.floor(cfg.placement.num_cpus))
             tasks = [entry.gym_config | {"weight": entry.weight, "task": entry.words} for entry in cfg.tasks()]
             given = [{"num_threads": threads, **task} for task in tasks]
@@ -111,30 +111,30 @@ class RayPool(ActorPool[ActorHandle]):
         self._row = 0
         self._published: PublishedWeights | None = None
         self._stored: tuple[int, Any, Any] | None = None
-        """Version, policy and weights that were sent last; the latter two lie in the object store."""
+        """Version of the weights in the object store, and references to the policy's description and weights there."""
         self._requested: dict[Any, int] = {}
-        """Numbers of episodes that were asked for, by the answers that will bring them."""
+        """Number of requested episodes by pending reply."""
 
     def start(self, index: int, incarnation: int) -> WorkerHandle:
-        """Ask for a worker."""
+        """Launch a worker; a replacement continues from its predecessor's record."""
         record = np.zeros(WORK_WORDS, np.int64) if self._refill is None else self._refill.buffer.workers[index].copy()
         job = {"sys_path": sys.path, "worker": index, "incarnation": incarnation, "cfg": self._settings}
         job["record"] = record
         return self.launch(index, incarnation, job)
 
     def share(self, worker: WorkerHandle, buffer: SharedBuffer) -> None:
-        """Write what the worker sends into this buffer from now on."""
+        """Start to request episodes from a worker and write them into this buffer."""
         worker.joined = time.monotonic()
         worker.heartbeat.beat(busy=False)
         if self._refill is None:
             self._refill = self._make_refill(buffer, None)
 
     def publish(self, weights: PublishedWeights) -> None:
-        """Send weights along with whatever workers are asked to do from now on."""
+        """Send these weights along with all further requests."""
         self._published = weights
 
     def _weights(self) -> tuple[Any, ...]:
-        """Return the newest weights as workers get them; they are put into the object store once."""
+        """Return the newest weights as arguments of a request; they are put into the object store once."""
         weights, put = self._published, load_ray().put
         if weights is None:
             return ()
@@ -143,7 +143,7 @@ class RayPool(ActorPool[ActorHandle]):
         return self._stored
 
     def poll(self, seconds: float) -> Iterator[tuple[WorkerHandle, str, Any]]:
-        """Ask for what is due, wait for answers, and write the episodes in them; return ``layout`` and ``failed``."""
+        """Request due episodes, wait for replies and write their episodes; yield ``layout`` and ``failed`` replies."""
         self._ask_for_episodes()
         is_waiting = any(worker.calls for worker in self.workers)
         for worker, kind, content in self.answers(seconds if is_waiting else _IDLE_SECONDS):
@@ -157,19 +157,19 @@ class RayPool(ActorPool[ActorHandle]):
                 yield worker, kind, content
 
     def progress(self, buffer: SharedBuffer) -> Iterator[tuple[str, Ints, float | None]]:
-        """Return the same for all workers together, as any of them may write what is due."""
+        """Yield one entry as in :meth:`LocalPool.progress` for all workers together, as any of them may write next."""
         beats = [w.heartbeat.last for w in self.workers if w.joined and not w.unreachable and not w.is_killed]
         total: Ints = buffer.workers.sum(axis=0)
         yield "the workers of the cluster", total, max(beats) if beats and self.is_needed else None
 
     def _ask_for_episodes(self) -> None:
-        """Share what is due among the workers that can take more; who has waited longest is asked first."""
+        """Divide the due episodes among the workers that can take another request, least recently used first."""
         if self._refill is None:
             return
         reachable = [worker for worker in self.workers if worker.joined and not worker.unreachable]
         for worker in reachable:
             if not worker.calls:
-                worker.heartbeat.beat(busy=False)  # it was not asked for anything, so no answer is due
+                worker.heartbeat.beat(busy=False)  # no request is pending, so no reply is expected
         awaited = {answer for worker in self.workers for answer in worker.calls}
         self._requested = {answer: count for answer, count in self._requested.items() if answer in awaited}
         due = self._refill.episodes_due()
@@ -188,7 +188,7 @@ class RayPool(ActorPool[ActorHandle]):
             self._refill.buffer.workers[worker.index, Work.IDLE] = not worker.calls
 
     def _write(self, worker: ActorHandle, batch: EpisodeBatch) -> None:
-        """Write a batch into the next rows, and count what its worker did."""
+        """Write a batch into the next rows, and add its counts to the worker's record."""
         refill = self._refill
         if refill is None:
             return
@@ -213,27 +213,27 @@ class RayPool(ActorPool[ActorHandle]):
 
 
 class RefreshWatch:
-    """Notices that episodes which are due are not written any more, although the workers are alive.
+    """Detects a stalled stream: due episodes are not written although the workers are alive.
 
-    A stall is ``worker_timeout`` long, or three times the longest wait for an episode so far, whichever is longer.
-    Nobody writes meanwhile, although episodes end, or should have ended: who needs long for an episode is slow, and
-    who does not write while others do is left behind. These are warnings.
+    The limit is ``worker_timeout``, or three times the longest wait for an episode so far, whichever is longer. The
+    stream has stalled if nobody writes for that long although episodes end, or are overdue. A warning comes first, at
+    half the limit. A writer that is only slow, or that writes nothing while others do, gets the warning alone.
     """
 
     def __init__(self, worker_timeout: float) -> None:
         self._timeout = worker_timeout
         self._since: dict[str, tuple[float, Ints]] = {}
-        """When each last wrote, or had nothing to write, and its record at that time."""
+        """By writer: the last time it wrote or had nothing to do, and its record at that time."""
         self._longest: dict[str, float] = {}
         self._warned: set[str] = set()
         self._last_write = 0.0
-        """When anybody wrote."""
+        """Time of the last write by any writer."""
 
     def check(
         self, who: str, record: Ints, alive_at: float | None, awake_since: float, most_steps: int
     ) -> tuple[str, bool]:
-        """Return what to say of somebody who does not write, "" if nothing, and whether that is for good.
-        He takes at most ``most_steps`` until an episode ends."""
+        """Return a message about a writer that does not write ("": none), and whether the stream has stalled.
+        ``most_steps`` is the number of steps within which an episode ends."""
         since, before = self._since.get(who, (0.0, record))
         has_written = record[Work.WRITTEN] > before[Work.WRITTEN]
         if has_written:
@@ -247,38 +247,42 @@ class RefreshWatch:
         limit, waited = max(self._timeout, 3.0 * self._longest.get(who, 0.0)), alive_at - since
         done = record - before
         is_overdue = done[Work.FINISHED] > 0 or done[Work.STEPS] > _OVERDUE * most_steps
-        for_good = bool(is_overdue and min(waited, alive_at - self._last_write) >= limit)
-        if waited < limit / 2 or (who in self._warned and not for_good):
+        has_stalled = bool(is_overdue and min(waited, alive_at - self._last_write) >= limit)
+        if waited < limit / 2 or (who in self._warned and not has_stalled):
             return "", False
         self._warned.add(who)
-        told = f"{done[Work.FINISHED]} episodes finished, and {done[Work.SUCCEEDED]} of the {done[Work.JUDGED]} that "
-        told = f"{who} wrote no episode for {waited:.0f} s, although some are due: {told}say so succeeded"
-        return told, for_good
+        return f"{who} wrote no episode for {waited:.0f} s, although some are due: {_outcomes(done)}", has_stalled
+
+
+def _outcomes(record: Ints) -> str:
+    """Describe the finished episodes of a ``Work`` record."""
+    succeeded = f"{record[Work.SUCCEEDED]} of {record[Work.JUDGED]} with a known outcome succeeded"
+    return f"{record[Work.FINISHED]} episodes finished, {succeeded}"
 
 
 class Supervisor(threading.Thread):
-    """Owns the workers from the first to the last one."""
+    """Owns the workers of an engine from start to stop."""
 
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
         super().__init__(name="embodichain-stream-supervisor", daemon=True)
         self.buffer: SharedBuffer | None = None
         self.error: Exception | None = None
-        """Why the engine could not start, or gave up."""
+        """The error that prevented the start or ended the engine."""
         self.changed = threading.Event()
-        """Set when there is something new to see: the buffer, its first fill, or an error."""
+        """Set when the buffer is allocated, when it is full for the first time, and at the end."""
         self._cfg = cfg
         self.workers: dict[int, WorkerHandle] = {}
-        """The workers by index; one that is being replaced is missing."""
+        """Workers by index, without those that are being replaced."""
         silence = max(cfg.start_timeout, cfg.worker_timeout)
         self.restarts = Restarts("simulation worker {}", cfg.num_workers, cfg.max_restarts, silence)
         self._pool = RayPool(cfg) if cfg.workers == "ray" else LocalPool(cfg)
         self._stopping = threading.Event()
         self._progress = (0, 0.0)
-        """Episodes written before the first fill, and the seconds since there was a new one."""
+        """During the first fill: episodes written, and seconds since the last one."""
         self._last_look = time.monotonic()
         self._refresh = RefreshWatch(cfg.worker_timeout)
         self._most_steps = 0
-        """Steps that a worker takes at most until an episode ends."""
+        """Steps of a worker within which an episode ends."""
 
     @property
     def is_ready(self) -> bool:
@@ -286,22 +290,22 @@ class Supervisor(threading.Thread):
         return self.buffer is not None and bool(self.buffer.control[Control.READY])
 
     def publish(self, weights: PublishedWeights) -> None:
-        """Let all workers act by these weights, those that come later too."""
+        """Send weights to all current and future workers."""
         self._pool.publish(weights)
 
     def stop(self) -> None:
-        """Stop the workers, gracefully, then firmly, and wait until they are gone."""
+        """Stop the workers, kill those that do not stop in time, and wait for the thread to end."""
         self._stopping.set()
-        # The garbage collector may call this from any thread, this one included.
+        # A finalizer may call this from any thread, including this one.
         if self.is_alive() and threading.current_thread() is not self:
             self.join()
 
     def run(self) -> None:
-        """Start the workers and watch over them until told to stop or until they fail for good."""
+        """Start the workers and monitor them until ``stop`` or a permanent failure."""
         try:
             while not self._stopping.is_set():
                 self._watch()
-        except Exception as error:  # noqa: BLE001 - whatever it is, everybody who samples has to hear of it
+        except Exception as error:  # noqa: BLE001 - any error must reach the processes that sample
             report = FailureReport.of_exception(ENGINE, error)
             drop_locals(error)
             self.error = error if isinstance(error, (EmbodiChainError, OSError)) else report.as_user_error()
@@ -334,7 +338,7 @@ class Supervisor(threading.Thread):
             self._check_refresh(self.buffer, was_ready)
 
     def _admit(self, worker: WorkerHandle, layout: list[list[Any]], max_steps: int, step_seconds: float | None) -> None:
-        """Give a worker that has built its environment the buffer, made to measure for the first one."""
+        """Give the buffer to a worker that has built its environment; the first worker determines the layout."""
         frames = FrameLayout.from_json(layout)
         self._most_steps = max(self._most_steps, max_steps)
         if self.buffer is None:
@@ -356,40 +360,38 @@ class Supervisor(threading.Thread):
             self.changed.set()
             return
         now, count = time.monotonic(), buffer.episodes_written
-        passed, self._last_look = min(now - self._last_look, 1.0), now  # longer: this process was suspended
+        passed, self._last_look = min(now - self._last_look, 1.0), now  # a longer gap means a suspended process
         self._progress = (count, 0.0 if count > self._progress[0] else self._progress[1] + passed)
         placed = [worker for worker in self.workers.values() if math.isfinite(worker.started)]
         built = bool(placed or not self.workers) and all(worker.joined for worker in placed)
         if built and self._progress[1] > self._cfg.start_timeout:
-            total = buffer.workers.sum(axis=0)
             raise StreamStalledError(
                 f"no episode was written in start_timeout ({self._cfg.start_timeout:g} s): "
-                f"{count} of {buffer.num_rows} rows are filled; {total[Work.FINISHED]} episodes finished, "
-                f"and {total[Work.SUCCEEDED]} of the {total[Work.JUDGED]} that say so succeeded. "
+                f"{count} of {buffer.num_rows} rows are filled; {_outcomes(buffer.workers.sum(axis=0))}. "
                 "Raise start_timeout, or check only_success"
             )
 
-    def _check_refresh(self, buffer: SharedBuffer, may_complain: bool) -> None:
-        """Raise if episodes are due and nobody writes them; before, warn."""
+    def _check_refresh(self, buffer: SharedBuffer, is_filled: bool) -> None:
+        """Warn if due episodes are not written, and raise once the stream has stalled."""
         most_steps = self._most_steps * (self._cfg.num_workers if self._cfg.workers == "ray" else 1)
         for who, record, alive_at in self._pool.progress(buffer):
-            told, for_good = self._refresh.check(who, record, alive_at, self._pool.awake_since, most_steps)
-            if told and may_complain:  # before the first fill start_timeout decides
-                told = f"{told}. Readers get old episodes; check only_success and what acts, or raise worker_timeout"
-                if for_good:
-                    raise StreamStalledError(told)
-                log.warning(told)
+            message, has_stalled = self._refresh.check(who, record, alive_at, self._pool.awake_since, most_steps)
+            if message and is_filled:  # during the first fill, start_timeout applies instead
+                hint = "Readers get old episodes; check only_success and the actor, or raise worker_timeout"
+                if has_stalled:
+                    raise StreamStalledError(f"{message}. {hint}")
+                log.warning("%s. %s", message, hint)
 
     def _replace(self, worker: WorkerHandle, report: FailureReport) -> None:
-        """Have another worker come in place of a failed one, or give up."""
+        """Schedule the replacement of a failed worker, or give up."""
         worker.kill()
         del self.workers[worker.index]
         if self._stopping.is_set():
             return
-        if report.lost and math.isinf(worker.started):  # it waited for that machine: nothing is lost
+        if report.lost and math.isinf(worker.started):  # it was never placed on a node, so this is no failure
             return self.restarts.plan(worker.index, worker.incarnation)
         if self.buffer is None and not report.lost:
-            raise report.as_user_error()  # nothing has ever worked: trying again would not help
+            raise report.as_user_error()  # no worker has ever started: a retry would not help
         if not self.restarts.replace(report, worker.incarnation):
             self._give_up(report)
         if self.buffer is not None:

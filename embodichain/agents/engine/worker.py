@@ -1,4 +1,4 @@
-"""A simulation process: opens the source, reports its layout, writes episodes to its rows (in Ray: sends them)."""
+"""Simulation worker: opens a source of episodes and writes them into its rows of the buffer (on Ray: sends them)."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from embodichain.errors import ConfigError, EngineStateError
 from embodichain.utils.tensor_tree import BlockLayout
 
 MAX_BATCH_BYTES = 64 << 20
-"""A batch is sent when it is as large as this, however many episodes were asked for."""
+"""A batch is sent once it reaches this size, even if more episodes were requested."""
 _FIRST_BYTES = 1 << 20
 
 _IDLE_SECONDS = 0.002
 
 
 def simulate(channel: Channel, heartbeat: Heartbeat, settings: dict[str, Any], worker: int, incarnation: int) -> None:
-    """Do a worker's job in its process, until the engine stops."""
+    """Run a local worker: open the source, report its layout, receive the buffer and fill it until the engine stops."""
     cfg = OnlineDataEngineCfg.from_dict(settings)
     source = open_source(cfg, worker, incarnation)
     try:
@@ -58,14 +58,15 @@ def simulate(channel: Channel, heartbeat: Heartbeat, settings: dict[str, Any], w
 
 
 class Inbox:
-    """What the engine sends to a worker: the buffer, and weights that its actor adopts at once."""
+    """Messages from the engine to a worker: the buffer, and weights, which the actor loads immediately."""
 
     def __init__(self, channel: Channel, source: EpisodeSource) -> None:
         self._channel, self._source = channel, source
         self._description = torch.empty(0, dtype=torch.uint8)
 
     def receive(self, timeout: float | None = 0.0) -> Segment | None:
-        """Read the next message, waiting for it at most so long; return the buffer's memory if it is that."""
+        """Process the next message, waiting up to ``timeout`` seconds (None: forever); return the buffer's segment if
+        the message holds it, else None."""
         message = self._channel.receive(timeout)
         if message is None:
             return None
@@ -81,25 +82,25 @@ class Inbox:
         return message.segment
 
     def read_all(self) -> None:
-        """Deal with all messages that have arrived."""
+        """Process all messages that have arrived."""
         while self._channel.has_arrived():
             self.receive()
 
 
 def adopt(source: EpisodeSource, weights: PublishedWeights) -> None:
-    """Let who acts in a simulation do so by these weights."""
+    """Load weights into the actor of a simulation; other sources ignore them."""
     if isinstance(source, SimulatedEpisodes | MixedEpisodes):
         source.adopt(weights)
 
 
 def resume(source: EpisodeSource, record: Ints) -> None:
-    """Let a source continue where the worker of this record, which it replaces, was."""
+    """Continue a simulation's schedules from the counts of the worker that it replaces."""
     if isinstance(source, SimulatedEpisodes | MixedEpisodes):
         source.resume(int(record[Work.STEPS]) * source.num_envs, int(record[Work.FINISHED]))
 
 
 class Worker:
-    """Writes the episodes of a source into the rows of one worker, as fast as the refill policy wants them."""
+    """Writes the episodes of a source into the rows of one worker, as the refill policy requests them."""
 
     def __init__(self, cfg: OnlineDataEngineCfg, worker: int, source: EpisodeSource, buffer: SharedBuffer) -> None:
         self._index = worker
@@ -116,13 +117,13 @@ class Worker:
         resume(source, self._record)
 
     def loop(self, heartbeat: Heartbeat, inbox: Inbox) -> None:
-        """Simulate while episodes are wanted, sleep while they are not, until the engine stops."""
+        """Simulate while episodes are due and sleep otherwise, until the engine stops."""
         while self._buffer.control[Control.STATE] in (State.STARTING, State.RUNNING):
             heartbeat.beat()
             inbox.read_all()
-            wanted, task = self._due()
-            self._record[Work.IDLE] = not wanted
-            if not wanted:
+            is_due, task = self._due()
+            self._record[Work.IDLE] = not is_due
+            if not is_due:
                 time.sleep(_IDLE_SECONDS)
                 continue
             for episode in self._source.advance() if self._mixed is None else self._mixed.advance(task):
@@ -130,62 +131,62 @@ class Worker:
             self._record[Work.STEPS] += 1
 
     def _due(self) -> tuple[bool, int]:
-        """Tell whether episodes are wanted, and of which of several tasks most, as a share of its rows."""
+        """Return whether episodes are due, and the task with the largest share of its rows due."""
         if self._mixed is None:
             return self._refill.episodes_due() > 0, 0
         shares = [r.episodes_due() / len(rows) for r, rows in zip(self._task_refills, self._task_rows, strict=True)]
         return max(shares) > 0, shares.index(max(shares))
 
     def take(self, episode: Episode) -> None:
-        """Count a finished episode and store it if it is wanted."""
-        rows, own = self._rows, None
+        """Count a finished episode and store it, unless it failed and only successes are stored."""
+        rows, task_record = self._rows, None
         if self._mixed is not None:
-            rows, own = self._task_rows[episode.task_index], self._task_refills[episode.task_index].record
-            count_finished(episode, own)
+            rows, task_record = self._task_rows[episode.task_index], self._task_refills[episode.task_index].record
+            count_finished(episode, task_record)
         if is_wanted(episode, self._only_success, self._record):
-            written = int((self._record if own is None else own)[Work.WRITTEN])
+            written = int((self._record if task_record is None else task_record)[Work.WRITTEN])
             self._buffer.write(rows[written % len(rows)], self._index, episode)
             self._record[Work.WRITTEN] += 1
-            if own is not None:
-                own[Work.WRITTEN] += 1
+            if task_record is not None:
+                task_record[Work.WRITTEN] += 1
 
 
 def is_wanted(episode: Episode, only_success: bool, record: Ints) -> bool:
-    """Count a finished episode, after a look at its numbers; tell whether it is to be stored."""
+    """Check a finished episode for NaN, count it in ``record``, and return whether to store it."""
     episode.check_finite()
     count_finished(episode, record)
     if episode.success is None and only_success:
-        raise ConfigError("only_success: the episodes do not say whether they succeeded", "action_config")
+        raise ConfigError("only_success: the episodes do not report success", "action_config")
     return not only_success or bool(episode.success)
 
 
 class RefillPolicy:
-    """Decides when a worker simulates (for None, when all together do): how many samples an episode is good for.
+    """Decides how many episodes one worker (None: all workers together) has to write.
 
-    Every row is filled once. Then ``threshold`` fills all rows again for every ``refill_threshold * buffer_size``
-    samples of all readers; requests during a fill collapse into one. ``continuous`` writes one episode for every
-    ``refill_threshold`` samples, and owes at most one buffer, so that it stops soon after the sampling does. The
-    worker's record keeps the decisions: a worker that replaces another continues from there.
+    Every row is filled once. Then ``threshold`` refills all rows for every ``refill_threshold * buffer_size`` samples
+    of all readers; requests during a refill are merged into one. ``continuous`` writes one episode for every
+    ``refill_threshold`` samples. Its backlog is at most one buffer, so that it stops soon after sampling stops. The
+    state is kept in the worker's record, so that a replacement worker continues from it.
     """
 
     def __init__(
         self, cfg: OnlineDataEngineCfg, buffer: SharedBuffer, worker: int | None, task: int | None = None
     ) -> None:
-        """``task`` names the one of several tasks whose rows of the worker are meant; None: all of its rows."""
+        """``task`` restricts the policy to the worker's rows of that task; None: all of its rows."""
         self.buffer, self._is_continuous = buffer, cfg.refill == "continuous"
         self._rows = buffer.num_rows if worker is None else len(buffer.rows_of(worker))
         self._samples_per_fill = cfg.refill_threshold * cfg.buffer_size
         self.record: Ints = np.zeros(WORK_WORDS, np.int64) if worker is None else buffer.workers[worker]
+        """``Work`` record: the episodes written, and the state of the policy (``TARGET``, ``SERVED``)."""
         if worker is not None and task is not None:
             self._rows, self.record = len(buffer.rows_of_task(worker, task)), buffer.tasks[worker, task]
-        """Where ``Work.WRITTEN`` is counted, and where the policy keeps what it decided."""
         if self.record[Work.TARGET] == 0:
             self.record[Work.TARGET] = self._rows
 
     def episodes_due(self) -> int:
-        """Return how many episodes should be written as soon as possible."""
+        """Return how many episodes are due now."""
         record, rows, samples = self.record, self._rows, self.buffer.samples
-        if self._is_continuous:  # SERVED counts the episodes whose debt was forgotten
+        if self._is_continuous:  # SERVED counts the episodes dropped from a backlog of more than one buffer
             due = rows + samples * rows // self._samples_per_fill - int(record[Work.SERVED]) - int(record[Work.WRITTEN])
             record[Work.SERVED] += max(due - rows, 0)
             return min(max(due, 0), rows)
@@ -197,16 +198,16 @@ class RefillPolicy:
 
 
 def _describe(source: EpisodeSource) -> dict[str, Any]:
-    """Return what the engine needs to know of a source."""
+    """Return the layout, episode length and step duration of a source, as the engine needs them."""
     return {"layout": source.layout.to_json(), "max_steps": source.max_steps, "step_seconds": source.step_seconds}
 
 
 class StreamWorker:
-    """A worker as a Ray actor, which sends episodes, as plain data, when it is asked for them.
-    An exception becomes a report: the engine's process may be unable to rebuild exceptions of user code."""
+    """A worker as a Ray actor, which returns episodes as plain arrays on request.
+    Exceptions are returned as reports: the engine's process may be unable to unpickle exceptions of user code."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        """Take the job; nothing heavy happens before ``open``."""
+        """Store the job; the environment is built by ``open``."""
         sys.path += [entry for entry in job["sys_path"] if entry not in sys.path]
         self._job = job
         self._index = int(job["worker"])
@@ -215,13 +216,13 @@ class StreamWorker:
         self._only_success = False
 
     def locate(self) -> dict[str, Any]:
-        """Return where the worker runs."""
+        """Return the node and process in which the worker runs."""
         return location_of_actor()
 
     def open(self) -> dict[str, Any]:
-        """Build the environment and return what its frames look like."""
+        """Build the environment and return the layout of its frames."""
         try:
-            if self._source is None:  # else the answer got lost
+            if self._source is None:  # else a previous reply was lost
                 torch.set_num_threads(1)
                 cfg = OnlineDataEngineCfg.from_dict(self._job["cfg"])
                 self._source = open_source(cfg, self._index, int(self._job["incarnation"]))
@@ -240,16 +241,16 @@ class StreamWorker:
         description: NDArray[np.uint8] | None = None,
         weights: NDArray[np.uint8] | None = None,
     ) -> dict[str, Any]:
-        """Simulate until there are so many episodes to send, or for so long; return those that are finished.
-        If there are weights, the actor adopts them before, unless it did already."""
+        """Simulate until ``episodes`` are finished or ``seconds`` have passed; return the finished episodes.
+        Weights, if given, are loaded into the actor first, unless it already has this version."""
         source, batch = self._source, self._batch
         if source is None or batch is None:
             return self._failed(EngineStateError("open() comes before work()"))
         try:
             if description is not None and weights is not None:
                 adopt(source, PublishedWeights(version, tensor_of(description), tensor_of(weights)))
-            until = time.monotonic() + seconds
-            while len(batch) < episodes and batch.nbytes < MAX_BATCH_BYTES and time.monotonic() < until:
+            deadline = time.monotonic() + seconds
+            while len(batch) < episodes and batch.nbytes < MAX_BATCH_BYTES and time.monotonic() < deadline:
                 for episode in source.advance():
                     if is_wanted(episode, self._only_success, batch.counts):
                         batch.add(episode)
@@ -264,17 +265,17 @@ class StreamWorker:
 
 @dataclass(frozen=True)
 class EpisodeBatch:
-    """Episodes of one worker, and what it has done meanwhile."""
+    """Episodes of one worker, and its counters since the last batch."""
 
     headers: Ints
-    """``[num_episodes, 6]``: where an episode begins in ``data``, its length, seed, policy version, success, task."""
+    """``[num_episodes, 6]``: byte offset in ``data``, length, seed, policy version, success (-1 unknown), task."""
     data: NDArray[np.uint8]
-    """The frames: each episode in one piece, its arrays one after the other in the order of the layout."""
+    """Frames of the episodes, one episode after the other; the arrays of an episode follow the order of the layout."""
     counts: Ints
-    """Counts to be added to the worker's record, see ``Work``."""
+    """Increments of the worker's record, see ``Work``."""
 
     def episodes(self, layout: FrameLayout) -> Iterator[Episode]:
-        """Return the episodes; their frames lie in ``data``, which is not copied."""
+        """Yield the episodes; their frames are views of ``data``."""
         memory = tensor_of(self.data)
         for offset, length, seed, version, success, task in self.headers.tolist():
             views = _block(layout, length).views(memory[offset:])
@@ -284,7 +285,7 @@ class EpisodeBatch:
 
 
 class BatchWriter:
-    """Gathers episodes, whose frames are copied at once, into a batch."""
+    """Collects copies of episodes into a batch."""
 
     def __init__(self, layout: FrameLayout) -> None:
         self.layout = layout
@@ -292,7 +293,7 @@ class BatchWriter:
         self._headers: list[tuple[int, ...]] = []
         self._data = np.empty(_FIRST_BYTES, np.uint8)
         self.nbytes = 0
-        """Bytes gathered so far."""
+        """Bytes of frames in the batch so far."""
 
     def __len__(self) -> int:
         return len(self._headers)
@@ -313,7 +314,7 @@ class BatchWriter:
         self.nbytes = offset + size
 
     def take(self) -> EpisodeBatch:
-        """Return the batch, and begin the next one."""
+        """Return the batch and start a new one."""
         headers = np.array(self._headers, np.int64).reshape(len(self._headers), 6)
         batch = EpisodeBatch(headers, self._data[: self.nbytes], self.counts.copy())
         self._headers, self.nbytes = [], 0
@@ -323,5 +324,5 @@ class BatchWriter:
 
 
 def _block(layout: FrameLayout, length: int) -> BlockLayout[Key]:
-    """Return where the arrays ``[length, ...]`` of an episode lie."""
+    """Return the memory layout of an episode's arrays ``[length, ...]``."""
     return BlockLayout((leaf.key, leaf.dtype, (length, *leaf.shape)) for leaf in layout.leaves)

@@ -1,1 +1,1 @@
-"""Imitation as a run: chunks of a live stream, of recordings or of a mixture, learned by any policy."""
+"""Imitation learning runs: any policy learns from a live stream, from recordings, or from a mixture."""

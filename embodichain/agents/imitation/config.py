@@ -1,4 +1,4 @@
-"""The shape of an ``imitate_config.json``: what is imitated, by which policy, and how; its defaults and its checks."""
+"""The schema of an ``imitate_config.json``: source of demonstrations, policy, algorithm and trainer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from embodichain.agents.rl.run_config import (
     RunSettings,
     Steps,
     attempt,
-    environment_settings,
     joined_errors,
+    known_environment,
     policy_to_begin_from,
 )
 from embodichain.config import Config, Count, Positive, configclass, load_config, merge, parse_overrides
@@ -38,9 +38,10 @@ from embodichain.extras import check_trusted, config_folders, import_trusted
 _LOG = logging.getLogger(__name__)
 SHIPPED_FILE = "imitate_config.json"
 _ROWS, _ENVS = 256, 32
+_NARROW = {"init_log_std": -1.8}  # imitation does not train it, and reinforcement learning explores with it
 _NETWORK = {"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256], "activation": "elu"}}
 _DAGGER = {"expert_share": 0.5, "deterministic": True}
-"""Settings of ``--dagger``, unless others are given."""
+"""Default settings of ``--dagger``."""
 _EXPERT = {"source": "expert", "only_success": True, "terminate_on_success": True, "noise_std": 0.1}
 Gigabytes = Annotated[float, Field(gt=0.0, le=1e6)]
 
@@ -50,16 +51,16 @@ class ImitationTrainerCfg(RunSettings):
     """The block ``trainer`` of an imitation. Steps are gradient steps."""
 
     total_steps: Count = 10_000
-    """Imitation ends after this many gradient steps."""
+    """Number of gradient steps after which imitation ends."""
     log_freq: Count = 50
-    """Gradient steps per line of the log, which has their means."""
+    """Gradient steps per log entry, which holds their means."""
     eval_freq: Steps = 2_000
     """Gradient steps between evaluations; 0 evaluates at the end only."""
     save_freq: Steps = 2_000
     """Gradient steps between checkpoints; 0 saves at the end only."""
     publish_freq: Count = 500
-    """Gradient steps after which the policy, as it is then, acts in streams with the source ``dagger``; before the
-    first time the expert acts alone."""
+    """Gradient steps between publications of the policy to streams with the source ``dagger``; until the first one, the
+    expert acts alone."""
 
 
 @configclass
@@ -67,14 +68,14 @@ class PartCfg(Config):
     """One source of demonstrations: a stream or a folder."""
 
     stream: dict[str, Any] | None = None
-    """Settings of a live stream, those of ``OnlineDataEngineCfg``. Without a ``gym_config`` of its own it simulates
-    that of the trainer, and one without an ``id`` changes it. A list of several is a stream of several tasks."""
+    """Settings of a live stream (``OnlineDataEngineCfg``). Its ``gym_config`` defaults to the trainer's; one without an
+    ``id`` overrides parts of it; a list makes a stream of several tasks."""
     dataset: str | None = None
     """Folder of a LeRobotDataset, relative to the config's folder or to the working directory."""
     keys: dict[str, str] = {}
-    """What a folder calls the policy's observations: ``{"robot/qpos": "state"}``."""
+    """Names of the policy's observations in the folder: ``{"robot/qpos": "state"}``."""
     memory: Gigabytes = 4.0
-    """Gigabytes for the decoded episodes of a folder. A larger folder is read in parts, in another order every time."""
+    """Gigabytes for decoded episodes of a folder. A larger folder is read in parts, shuffled anew in every epoch."""
 
 
 @configclass
@@ -82,7 +83,7 @@ class MixedCfg(PartCfg):
     """One of several sources."""
 
     weight: Positive = 1.0
-    """Its share of all chunks, in proportion to the others' weights."""
+    """Relative share of all chunks."""
 
 
 @configclass
@@ -99,7 +100,7 @@ class SourceCfg(PartCfg):
         return [MixedCfg(stream=self.stream, dataset=self.dataset, keys=self.keys, memory=self.memory)]
 
     def problems(self) -> list[str]:
-        """Return what is wrong, one line each."""
+        """Return the problems of the settings, one line each."""
         if self.mixture and (self.stream is not None or self.dataset is not None):
             return ["source.mixture: expected it alone; put the stream or the dataset beside it into its list"]
         found = []
@@ -119,9 +120,9 @@ class ImitationBlock(Config):
     """The block ``algorithm``."""
 
     name: Literal["imitation"] = "imitation"
-    """Imitation is the only one."""
+    """The algorithm; always ``imitation``."""
     cfg: ImitationCfg = ImitationCfg()
-    """Its settings."""
+    """Settings of the algorithm."""
 
 
 @configclass
@@ -131,9 +132,9 @@ class ImitateCfg(RunConfig):
     trainer: ImitationTrainerCfg = ImitationTrainerCfg()
     """Loop, evaluation and output."""
     algorithm: ImitationBlock = ImitationBlock()
-    """How the policy learns."""
+    """Learning algorithm."""
     source: SourceCfg = SourceCfg()
-    """What it learns from."""
+    """Source of the demonstrations."""
 
 
 def load_imitate_config(
@@ -142,10 +143,10 @@ def load_imitate_config(
     gym_config: str | None = None,
     init_from: str | None = None,
 ) -> ImitateCfg:
-    """Read the config of an imitation, and complete it; ``gym_config`` takes the place of the file's environment.
+    """Load and complete the config of an imitation; ``gym_config`` replaces the environment of the file.
 
-    ``path`` may also be the name of an environment, whose config is the one that is shipped for it, or else defaults.
-    Its policy is that of the run ``init_from``, if one is given.
+    ``path`` may also be the name of an environment: then its shipped config is used, or else defaults, with the policy
+    of the run ``init_from`` if given.
     """
     file = find_shipped(path)
     if file.suffix in FILE_SUFFIXES or file.is_file():
@@ -155,14 +156,15 @@ def load_imitate_config(
         data, file = config_of_environment(str(path))
         data["policy"] = policy_to_begin_from(init_from, data["policy"])
     if "source" not in data and {"collector", "buffer_size"} & set(data.get("trainer", {})):
-        raise ConfigError("it has no source to imitate, and looks like one of embodichain train", str(file))
+        problem = f"it has no source to imitate, and looks like one of another command: embodichain train {path}"
+        raise ConfigError(problem, str(file))
     if gym_config is not None and isinstance(data.get("trainer"), dict):
         data["trainer"]["gym_config"] = gym_config
     return complete(ImitateCfg.from_dict(data, source=str(file)), trusted_modules, str(file), file.parent)
 
 
 def config_of_environment(name: str) -> tuple[dict[str, Any], Path]:
-    """Return the config of an imitation in an environment, and the file that it comes from."""
+    """Return the shipped or default config of an imitation in an environment, and its file."""
     if Path(name).is_dir():
         hint = f"embodichain imitate --resume {name} continues a run, and --source.dataset {name} imitates a recording"
         raise ConfigError(f"expected a config file or the name of an environment, got a folder; {hint}", name)
@@ -171,17 +173,24 @@ def config_of_environment(name: str) -> tuple[dict[str, Any], Path]:
         return load_config(shipped), shipped
     _LOG.info("no config is shipped for imitating in %s: a Gaussian policy with defaults", name)
     short = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-    policy = {"name": "actor_critic", "actor": _NETWORK, "critic": _NETWORK, "normalize_obs": True}
+    policy: dict[str, Any] = {"name": "actor_critic", "actor": _NETWORK, "critic": _NETWORK, "normalize_obs": True}
     trainer = {"exp_name": f"{short}_imitate", "gym_config": {"id": name}, "num_eval_episodes": 64}
-    has_expert = any(spec.id == name and spec.task.has_expert() for spec in list_envs())
+    has_expert = _has_expert(name)
     source = {"stream": {"action_config": _EXPERT}} if has_expert else {}
+    if has_expert:  # actions of scripted experts are continuous
+        policy["distribution"] = _NARROW
     return {"trainer": trainer, "policy": policy, "source": source}, Path(name)
+
+
+def _has_expert(name: str) -> bool:
+    """Return whether an environment of this name has a scripted expert."""
+    return any(spec.id == name and spec.task.has_expert() for spec in list_envs())
 
 
 def complete(
     cfg: ImitateCfg, trusted_modules: Collection[str] = (), source: str = "config", folder: Path | None = None
 ) -> ImitateCfg:
-    """Import trusted modules, then fill in what other files give; paths are relative to ``folder``."""
+    """Import trusted modules, then load the files that a config refers to; paths are relative to ``folder``."""
     folder = Path.cwd() if folder is None else folder
     check_trusted(cfg.trainer.import_modules, trusted_modules, source)
     for part in cfg.source.parts():
@@ -192,19 +201,20 @@ def complete(
     import_trusted(trusted_modules, [folder, Path.cwd()])
     errors: list[EmbodiChainError] = []
     if (given := cfg.trainer.gym_config) != {} and given:
-        environment = attempt(errors, lambda: environment_settings(given, folder))
+        environment = attempt(errors, lambda: known_environment(given, folder))
         if environment is not None:
             cfg = cfg.replace(trainer=cfg.trainer.replace(gym_config=environment))
     located = _located(cfg.source, folder, errors)
     attempt(errors, lambda: check_policy(cfg.policy))
     if errors:
         raise joined_errors(errors, source)
-    begun = cfg.trainer.init_from if cfg.trainer.init_from is None else find_beside(cfg.trainer.init_from, folder)
-    return cfg.replace(trainer=cfg.trainer.replace(init_from=begun), source=located)
+    init_from = cfg.trainer.init_from if cfg.trainer.init_from is None else find_beside(cfg.trainer.init_from, folder)
+    return cfg.replace(trainer=cfg.trainer.replace(init_from=init_from), source=located)
 
 
 def _located(source: SourceCfg, folder: Path, errors: list[EmbodiChainError]) -> SourceCfg:
-    """Return a source with absolute paths and its environments' settings, so that a run is resumed from anywhere."""
+    """Return a source with absolute paths and loaded environment configs, so that a run can be resumed from any
+    folder."""
 
     def locate(part: PartCfg) -> dict[str, Any]:
         changes: dict[str, Any] = {}
@@ -213,7 +223,7 @@ def _located(source: SourceCfg, folder: Path, errors: list[EmbodiChainError]) ->
         given = (part.stream or {}).get("gym_config")
         settings: Any = None
         if isinstance(given, str):
-            settings = attempt(errors, lambda: environment_settings(given, folder))
+            settings = attempt(errors, lambda: known_environment(given, folder))
         elif isinstance(given, list):  # several tasks in one stream
             entries = attempt(errors, lambda: task_entries(given, folder, "source.stream.gym_config")) or []
             settings = [entry.gym_config | {"weight": entry.weight, "task": entry.words} for entry in entries]
@@ -223,13 +233,13 @@ def _located(source: SourceCfg, folder: Path, errors: list[EmbodiChainError]) ->
 
 
 def override(cfg: ImitateCfg, words: list[str], trusted_modules: Collection[str] = ()) -> ImitateCfg:
-    """Return a completed config with flags such as ``--source.dataset recordings/a`` applied, ready to be run."""
+    """Return a completed and validated config with flags such as ``--source.dataset recordings/a`` applied."""
     prog = "embodichain imitate"
     if "--dagger" in words:
         cfg, words = cfg.replace(source=with_dagger(cfg.source)), [word for word in words if word != "--dagger"]
     cfg, words = with_choices(cfg, words)
     source = cfg.source
-    if given_value(words, "source.dataset")[0] is not None:  # in place of what the config imitates
+    if given_value(words, "source.dataset")[0] is not None:  # replaces the source of the config
         cfg = cfg.replace(source=source.replace(stream=None, mixture=[]))
     elif any(word.startswith("--source.mixture") and word[16:17] in ("", "=") for word in words):
         cfg = cfg.replace(source=source.replace(stream=None, dataset=None, keys={}))
@@ -240,7 +250,7 @@ def override(cfg: ImitateCfg, words: list[str], trusted_modules: Collection[str]
 
 
 def with_dagger(source: SourceCfg) -> SourceCfg:
-    """Return a source in whose streams the policy acts and the expert labels every state, which is ``--dagger``."""
+    """Return the source for ``--dagger``: in its streams, the policy acts and the expert labels every state."""
 
     def corrected(part: PartCfg) -> dict[str, Any]:
         if part.stream is None:
@@ -253,7 +263,7 @@ def with_dagger(source: SourceCfg) -> SourceCfg:
         if given.get("source", "expert") not in ("expert", "dagger"):
             problem = f"expected a stream of the expert, which labels what the policy does, got {given['source']!r}"
             raise ConfigError(f"--dagger: {problem}", "command line")
-        given.pop("only_success", None)  # what the policy fails at is what there is to learn
+        given.pop("only_success", None)  # DAgger learns from the policy's failures
         return {"stream": part.stream | {"action_config": _DAGGER | given | {"source": "dagger"}}}
 
     if all(part.stream is None for part in source.parts()):
@@ -262,7 +272,7 @@ def with_dagger(source: SourceCfg) -> SourceCfg:
 
 
 def schemas_of(cfg: ImitateCfg) -> dict[tuple[str | int, ...], tuple[type[Config], ...]]:
-    """Return the classes that check the mappings of a completed config, by their path: their fields are flags, too."""
+    """Return the classes that validate the mappings of a completed config, by path; their fields are flags as well."""
     schemas: dict[tuple[str | int, ...], tuple[type[Config], ...]] = {("trainer", "gym_config"): (GymCfg,)}
     schemas |= {("policy", *path): classes for path, classes in policy_schemas(cfg.policy).items()}
     streams: list[tuple[tuple[str | int, ...], PartCfg]] = [(("source",), cfg.source)]
@@ -276,10 +286,12 @@ def schemas_of(cfg: ImitateCfg) -> dict[tuple[str | int, ...], tuple[type[Config
 
 
 def _checked(cfg: ImitateCfg) -> ImitateCfg:
-    """Check what can be checked before anything is built."""
+    """Validate a config before anything is built; without an environment, evaluation is disabled."""
     trainer = cfg.trainer
     problems = cfg.source.problems()
     has_environment = bool(trainer.gym_config)
+    if has_environment and cfg.source == SourceCfg() and not _has_expert(name := str(trainer.environment.get("id"))):
+        problems = [f"source: {name} has no scripted expert to imitate; --source.dataset FOLDER imitates a recording"]
     only_folders = all(part.dataset is not None for part in cfg.source.parts())
     if not has_environment and not only_folders:
         problems.append("trainer.gym_config: expected an environment, which the stream simulates, got none")
@@ -304,15 +316,15 @@ def _checked(cfg: ImitateCfg) -> ImitateCfg:
 def stream_settings(
     cfg: ImitateCfg, part: PartCfg, resumed: int = 0, trusted_modules: Collection[str] = ()
 ) -> OnlineDataEngineCfg:
-    """Return the engine's settings of one stream; ``resumed`` is the step at which a run continues, by new episodes."""
+    """Return the engine settings of one stream; ``resumed``, the step at which a run continues, changes the seed."""
     given = dict(part.stream or {})
     gym_config, environment = given.get("gym_config") or {}, cfg.trainer.environment if cfg.trainer.gym_config else {}
     rows, workers = given.get("buffer_size", _ROWS), given.get("num_workers", 1)
-    usual: dict[str, Any] = {"buffer_size": rows, "refill": "continuous", "seed": cfg.trainer.seed}
+    defaults: dict[str, Any] = {"buffer_size": rows, "refill": "continuous", "seed": cfg.trainer.seed}
     if isinstance(gym_config, Mapping) and "id" not in gym_config:
         num_envs = min(_ENVS, rows // workers) if isinstance(rows, int) and isinstance(workers, int) and workers else 1
         gym_config = merge(merge(environment, {"num_envs": max(1, num_envs)}), gym_config)
-    settings = usual | given | {"gym_config": gym_config}
+    settings = defaults | given | {"gym_config": gym_config}
     checked = OnlineDataEngineCfg.from_dict(settings, source="source.stream")
     trusted = dict.fromkeys((*checked.trusted_modules, *trusted_modules))
     return checked.replace(seed=checked.seed + resumed, trusted_modules=list(trusted))

@@ -1,4 +1,4 @@
-"""From a config to a policy that imitates: the command ``embodichain imitate``, and the same from Python."""
+"""Builds and runs an imitation from a config: the command ``embodichain imitate`` and its Python API."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PathLike = str | os.PathLike[str]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the words of the command ask for (see ``parse_args``); return the exit code."""
+    """Run the command with parsed arguments (see ``parse_args``); return the exit code."""
     if is_launched() or args.distributed:
         raise ConfigError("embodichain imitate trains in one process: start it without torchrun", "command line")
     if args.viewer:
@@ -73,29 +73,37 @@ def imitate_from_config(
     trusted_modules: Collection[str] = (),
     console: Console | None = None,
 ) -> TrainingResult:
-    """Imitate as a config (or its file, or the name of an environment) says, with overrides
+    """Run an imitation from a config, its file, or the name of an environment, with overrides such as
     ``["--trainer.seed", "1"]``."""
     trusted_modules = locate_trusted(trusted_modules, config_folders(config))
-    if isinstance(config, ImitateCfg):
-        cfg = complete(config, trusted_modules)
-    else:
-        cfg = load_imitate_config(config, trusted_modules, *given_origins(overrides))
-    cfg = override(cfg, list(overrides), trusted_modules)
+    cfg = read_config(config, overrides, trusted_modules)
     given = "" if isinstance(config, ImitateCfg) else os.fspath(config)
     origin = RunOrigin(given, tuple(overrides), tuple(trusted_modules), "imitate")
     with opened_imitation(cfg, None, None, trusted_modules, console, origin) as trainer:
         return trainer.train()
 
 
+def read_config(
+    config: PathLike | ImitateCfg, overrides: Sequence[str] = (), trusted_modules: Collection[str] = ()
+) -> ImitateCfg:
+    """Load a config, complete it and apply overrides."""
+    if isinstance(config, ImitateCfg):
+        cfg = complete(config, trusted_modules)
+    else:
+        cfg = load_imitate_config(config, trusted_modules, *given_origins(overrides))
+    return override(cfg, list(overrides), trusted_modules)
+
+
 def resume_imitation(
     run: PathLike, overrides: Sequence[str] = (), trusted_modules: Collection[str] = (), console: Console | None = None
 ) -> TrainingResult:
-    """Continue a run from its latest intact checkpoint (or from the checkpoint given)."""
+    """Resume a run from its latest intact checkpoint, or from the given checkpoint."""
     trusted_modules = locate_trusted(trusted_modules, config_folders())
     with locked_run(run, Ranks()) as folder:
-        file, config, state = read_saved(run, folder, "imitate")
-        cfg = complete(ImitateCfg.from_dict(config, source=file), trusted_modules, file)
-        cfg = override(cfg, list(overrides), trusted_modules)
+        with telling_how_to_continue(folder, trusted_modules, command="imitate"):
+            file, config, state = read_saved(run, folder, "imitate")
+            cfg = complete(ImitateCfg.from_dict(config, source=file), trusted_modules, file)
+            cfg = override(cfg, list(overrides), trusted_modules)
         origin = RunOrigin(overrides=tuple(overrides))
         with opened_imitation(cfg, folder, state, trusted_modules, console, origin) as trainer:
             return trainer.train()
@@ -110,9 +118,9 @@ def opened_imitation(
     console: Console | None = None,
     origin: RunOrigin | None = None,
 ) -> Iterator[ImitationTrainer]:
-    """Build the trainer of a new run, or of the one in a folder, whose state is restored; release it in the end.
+    """Build the trainer of a new run, or of the run in ``folder`` with its ``state`` restored; release it on exit.
 
-    ``origin``, how the run was started, is kept in its folder.
+    ``origin`` records in the folder how the run was started.
     """
     folder = open_folder(cfg, folder, Ranks(), anew=state is None)
     folder.origin = origin or folder.origin
@@ -135,7 +143,7 @@ def build_imitation(
     console: Console | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> ImitationTrainer:
-    """Construct everything a completed config describes; streams start here."""
+    """Build the trainer from a completed config; this starts its streams."""
     settings = cfg.trainer
     seed_everything(settings.seed)
     spaces = _spaces(cfg, trusted_modules)
@@ -150,7 +158,7 @@ def build_imitation(
         if eval_env is not None:
             undo.callback(eval_env.close)
         step = 0 if resumed is None else int(resumed["trainer"]["global_step"])
-        if resumed is not None and step >= settings.publish_freq:  # so that it acts in the stream's first episodes
+        if resumed is not None and step >= settings.publish_freq:  # it acts from the stream's first episodes on
             with reading_checkpoint("the checkpoint"):
                 load_weights(policy, resumed["policy"], "the checkpoint")
         acting = policy if step >= settings.publish_freq else None
@@ -162,7 +170,7 @@ def build_imitation(
 
 
 def _spaces(cfg: ImitateCfg, trusted_modules: Collection[str]) -> dict[str, Any]:
-    """Return the spaces that the policy is built for: those of the environment, else of the first folder."""
+    """Return the observation and action spaces of the environment, or else of the first folder."""
     if cfg.trainer.gym_config:
         with make(cfg.trainer.environment | {"num_envs": 1}, trusted_modules) as env:
             return {"observation": env.observation_space, "action": env.action_space}
@@ -178,7 +186,7 @@ def open_source(
     trusted_modules: Collection[str] = (),
     acting: Policy | None = None,
 ) -> ChunkSource:
-    """Return what a config's block ``source`` describes; ``step`` is where a run continues, by ``acting``."""
+    """Open the block ``source`` of a config. A resumed run passes its ``step``, and the policy that is ``acting``."""
     seed, parts = cfg.trainer.seed, cfg.source.parts()
 
     def open_part(index: int, part: MixedCfg) -> ChunkSource:

@@ -1,7 +1,7 @@
-"""Where chunks come from: a live stream, a folder of recorded episodes, or a mixture of several.
+"""Sources of chunks to imitate: a live stream, a folder of recorded episodes, or a mixture of several.
 
-A folder gives every frame once per epoch, in an order that follows from the seed and the number of chunks drawn: that
-number is all that is saved to continue with the same chunks. A stream is alive: what it will show is not saved.
+A folder yields every frame once per epoch. Its order is determined by the seed and the number of chunks drawn, so that
+a checkpoint needs this number only to continue with the same chunks. The state of a live stream is not saved.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a policy needs of a chunk."""
+    """The keys and shapes of a chunk that a policy needs."""
 
     observations: tuple[tuple[str, ...], ...]
-    """Paths of the observations that it reads; empty for all of them, where there is no telling them apart."""
+    """Paths of the observations that the policy reads; empty for all of them."""
     shapes: Mapping[tuple[str, ...], tuple[int, ...]]
-    """Their shapes, as far as they are known."""
+    """Shapes of these observations, if known."""
     action_shape: tuple[int, ...]
     """Shape of one action."""
     chunk_size: int
     """Steps per chunk."""
     all_steps: bool = False
-    """Whether the policy sees the observations of all steps, or of the first alone."""
+    """Whether the policy reads the observations of all steps, or only of the first."""
 
     @classmethod
     def by(
         cls, policy: Policy, observation_space: Any, action_space: gym.Space[Any], chunk_size: int, more: Iterable[str]
     ) -> Wanted:
-        """Return what a policy reads, and ``more`` keys that it learns from (``goal/{instruction}``: all below it)."""
+        """Return the needs of a policy, with ``more`` keys for its loss (``goal/{instruction}`` means all below
+        ``goal/``)."""
         entries = [entry for entry in space_entries(observation_space) if entry.path]
         read = _read_by(policy, entries)
         for name in more:
@@ -64,18 +65,18 @@ class Wanted:
         shape = tuple(action_space.shape or ())[-1:] if isinstance(action_space, gym.spaces.Box) else action_space.shape
         return cls(tuple(shapes), shapes, tuple(shape or ()), chunk_size, policy.is_recurrent)
 
-    def problems(self, there: Mapping[Key, tuple[int, ...]]) -> list[str]:
-        """Return what a source that has these arrays lacks, one line each."""
-        found, names = [], ["/".join(key[1:]) for key in there if key[0] == "observation"]
+    def problems(self, available: Mapping[Key, tuple[int, ...]]) -> list[str]:
+        """Return the missing or misshapen arrays of a source with these shapes, one line each."""
+        found, names = [], ["/".join(key[1:]) for key in available if key[0] == "observation"]
         for path in self.observations:
-            name, shape = "/".join(path), there.get(("observation", *path))
+            name, shape = "/".join(path), available.get(("observation", *path))
             if shape is None and path == INSTRUCTION[1:]:
                 found.append("instruction: the policy reads an instruction, and there is none")
             elif shape is None:
                 found.append(f"observation {name} {list(self.shapes[path])}: it is missing.{nearest(name, names)}")
             elif shape != self.shapes[path] and (shape or (1,)) != (self.shapes[path] or (1,)):
                 found.append(f"observation {name}: expected {list(self.shapes[path])}, got {list(shape)}")
-        action = there.get(("action",))
+        action = available.get(("action",))
         if action is None:
             found.append("action: it is missing")
         elif (action or (1,)) != (self.action_shape or (1,)):
@@ -83,12 +84,12 @@ class Wanted:
         return found
 
     def shaped(self, key: Key, values: Tensor, dims: int) -> Tensor:
-        """Return an array with the policy's shape behind ``dims`` dimensions: a number may be ``[]`` or ``[1]``."""
+        """Reshape an array to the policy's shape after ``dims`` dimensions; ``[]`` and ``[1]`` are equivalent."""
         shape = self.action_shape if key == ("action",) else self.shapes.get(key[1:])
         return values if shape is None else values.reshape(*values.shape[:dims], *shape)
 
     def select(self, chunks: TensorDictBase) -> TensorDict:
-        """Return the parts of chunks ``[batch, n]`` that are needed, in a form in which sources can be mixed."""
+        """Return observation, action and mask of chunks ``[batch, n]``, in the same format for all sources."""
         obs = chunks["observation"]
         obs = obs.select(*self.observations) if self.observations else obs
         scalar = [key for key, leaf in _leaves(obs) if leaf.shape[2:] != self.shapes.get(key, leaf.shape[2:])]
@@ -108,7 +109,7 @@ class Wanted:
 
 
 def _read_by(policy: Policy, entries: Sequence[ObservationEntry]) -> list[ObservationEntry]:
-    """Return the entries that a policy reads; all of them if it is of a kind that does not say so."""
+    """Return the observation entries that a policy reads; all of them if unknown."""
     encoder, model = getattr(policy, "encoder", None), getattr(policy, "model", None)
     if isinstance(encoder, FeatureEncoder):
         return [entry for entry in (*encoder.vectors, *encoder.images) if entry.path]
@@ -120,28 +121,28 @@ def _read_by(policy: Policy, entries: Sequence[ObservationEntry]) -> list[Observ
 
 
 class ChunkSource(Protocol):
-    """Gives chunks ``[batch, n]`` to learn from."""
+    """A source of chunks ``[batch, n]``."""
 
     is_exact: bool
-    """Whether a run that is continued gets the chunks that it would have got."""
+    """Whether a resumed run gets the same chunks as an uninterrupted one."""
 
     def sample(self, batch_size: int) -> TensorDict:
         """Return the next chunks: ``observation``, ``action`` and a ``mask``."""
 
     def publish(self, policy: Policy) -> None:
-        """Let the policy act as it is now, where that is what the source is for."""
+        """Let the policy act with its current weights, if the source uses DAgger."""
 
     def statistics(self) -> dict[str, float]:
-        """Return numbers for the log."""
+        """Return scalars for the log."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far it came."""
+        """Return the position in the source."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Restore a position returned by ``state_dict``."""
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release all resources."""
 
 
 class StreamSource:
@@ -150,21 +151,20 @@ class StreamSource:
     is_exact = False
 
     def __init__(self, cfg: OnlineDataEngineCfg, wanted: Wanted, acting: Policy | None = None) -> None:
-        """Start the stream, in which a policy may act from the beginning; the first chunks can be drawn when this
-        returns."""
+        """Start the stream and wait until it can be sampled; ``acting`` is published before the start."""
         self.engine, self._wanted = OnlineDataEngine(cfg), wanted
         self._generator = np.random.default_rng([cfg.seed, 1])
-        self._is_corrected = cfg.check().source == "dagger"
+        self._is_dagger = cfg.check().source == "dagger"
         self._by_expert = 1.0
-        """Share of the steps of the last chunks in which the expert acted."""
+        """Share of steps in the last batch in which the expert acted."""
         _LOG.info("the stream fills its buffer of %d episodes", cfg.buffer_size)
         if acting is not None:
             self.publish(acting)
         self.engine.start()
         try:
             buffer = self.engine.shared_buffer
-            there = {key: tuple(leaf.shape[2:]) for key, leaf in _leaves(buffer)}
-            if problems := wanted.problems(there):
+            shapes = {key: tuple(leaf.shape[2:]) for key, leaf in _leaves(buffer)}
+            if problems := wanted.problems(shapes):
                 raise ConfigError(problems, "source.stream")
             self.engine.check_chunk_size(wanted.chunk_size)
         except BaseException:
@@ -173,12 +173,12 @@ class StreamSource:
 
     def sample(self, batch_size: int) -> TensorDict:
         chunks = self.engine.sample_batch(batch_size, self._wanted.chunk_size, generator=self._generator)
-        if self._is_corrected:
+        if self._is_dagger:
             self._by_expert = float(chunks["expert_acted"].float().mean())
         return self._wanted.select(chunks)
 
     def publish(self, policy: Policy) -> None:
-        if self._is_corrected:
+        if self._is_dagger:
             self.engine.publish(policy)
 
     def statistics(self) -> dict[str, float]:
@@ -189,14 +189,14 @@ class StreamSource:
             "stream/age_refills": stats.mean_age_refills,
             "stream/frames_per_second": stats.frames_per_second,
         }
-        numbers |= {"stream/expert_acted": self._by_expert} if self._is_corrected else {}
+        numbers |= {"stream/expert_acted": self._by_expert} if self._is_dagger else {}
         return numbers | ({} if stats.success_rate is None else {"stream/success": stats.success_rate})
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "stream"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to continue: the stream shows new episodes."""
+        """Do nothing: the stream continues with new episodes."""
 
     def close(self) -> None:
         self.engine.stop()
@@ -209,19 +209,19 @@ def _leaves(nested: TensorDictBase) -> Iterable[tuple[Key, Tensor]]:
 
 @dataclass(frozen=True)
 class Pool:
-    """Decoded episodes, one after the other."""
+    """Concatenated decoded episodes."""
 
     frames: dict[Key, Tensor]
     """``[num_frames, ...]``."""
     last: Indices
-    """Of each frame, the last one of its episode."""
+    """``[num_frames]``: index of the last frame of each frame's episode."""
 
 
 class FolderSource:
-    """Chunks of a LeRobotDataset folder; those that begin near the end of an episode are padded and masked.
+    """Chunks of a LeRobotDataset folder; those that start near the end of an episode are padded and masked.
 
-    Episodes are shuffled and read in parts that fit into memory, one at a time; the frames of a part come in random
-    order, then the next part. A folder that fits whole is read once.
+    Episodes are shuffled and divided into parts that fit into memory. Parts are loaded one at a time, and their frames
+    are drawn in random order. A folder that fits into memory is loaded once.
     """
 
     is_exact = True
@@ -232,9 +232,9 @@ class FolderSource:
         self.folder, self._wanted, self._seed = Path(folder), wanted, seed
         self._reader = LeRobotReader(folder)
         self._names = _renamed(self._reader.layout, keys or {}, self.folder)
-        if self._reader.tells_tasks:  # in as many bytes as the policy reads
+        if self._reader.tells_tasks:  # ``_read`` encodes the task with the policy's length
             self._names.pop(INSTRUCTION, None)
-        self._instruction_length = 0  # of words that the folder has beside its arrays
+        self._instruction_length = 0  # bytes of instructions that come from tasks
         self._check()
         self._lengths = np.asarray(self._reader.lengths, np.int64)
         self._total = int(self._lengths.sum())
@@ -247,18 +247,18 @@ class FolderSource:
         self._order: tuple[tuple[int, int], Indices] | None = None
 
     def _check(self) -> None:
-        """Raise ``ConfigError`` if the folder lacks what the policy needs; the words of its tasks are instructions."""
-        there = {key: leaf.shape for key, leaf in self._names.items()}
+        """Raise ``ConfigError`` if the folder lacks arrays that the policy needs; tasks can serve as instructions."""
+        shapes = {key: leaf.shape for key, leaf in self._names.items()}
         shape = self._wanted.shapes.get(INSTRUCTION[1:])
         too_long: list[str] = []
-        if shape is not None and INSTRUCTION not in there and _are_words(self._reader.tasks.values()):
-            self._instruction_length, there[INSTRUCTION] = shape[0], shape
+        if shape is not None and INSTRUCTION not in shapes and _are_words(self._reader.tasks.values()):
+            self._instruction_length, shapes[INSTRUCTION] = shape[0], shape
             words = next((task for task in self._reader.tasks.values() if len(task.encode()) > shape[0]), None)
             if words is not None:
                 too_long = [
                     f"instruction: {words!r} has more than {shape[0]} bytes, which is all that the policy reads"
                 ]
-        problems = self._wanted.problems(there) + too_long
+        problems = self._wanted.problems(shapes) + too_long
         for i, problem in enumerate(problems):
             if problem.startswith("instruction: the policy"):
                 remedy = "record a task that has one, or give each episode a task in words (meta/tasks.parquet)"
@@ -272,7 +272,7 @@ class FolderSource:
         return sum(leaf.nbytes for leaf in self._needed().values()) + self._instruction_length
 
     def _needed(self) -> dict[Key, Leaf]:
-        """Return the arrays that are kept, under the names that the policy knows."""
+        """Return the arrays that are loaded, by the policy's names."""
         paths = {("observation", *path) for path in self._wanted.observations}
         return {
             key: leaf
@@ -282,7 +282,7 @@ class FolderSource:
 
     @property
     def epoch(self) -> float:
-        """How often all frames were drawn."""
+        """Number of passes over all frames; may be fractional."""
         return self.drawn / self._total
 
     def sample(self, batch_size: int) -> TensorDict:
@@ -299,7 +299,7 @@ class FolderSource:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _parts_of(self, epoch: int) -> list[tuple[int, ...]]:
-        """Return the episodes of an epoch's parts."""
+        """Return the episode indices of each part of an epoch."""
         if self._total <= self._frames_per_pool:
             return [tuple(range(len(self._lengths)))]
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._lengths)).tolist()
@@ -313,23 +313,23 @@ class FolderSource:
         return [tuple(part) for part in parts]
 
     def _locate(self, epoch: int, position: int) -> tuple[int, tuple[int, ...], int]:
-        """Return which part of an epoch a frame is in, the part's episodes, and the frame's place in it."""
+        """Return the part of an epoch at a position, its episodes, and the position within the part."""
         for index, episodes in enumerate(self._parts_of(epoch)):
             frames = int(self._lengths[list(episodes)].sum())
             if position < frames:
                 return index, episodes, position
             position -= frames
-        raise AssertionError  # an epoch has all frames
+        raise AssertionError  # unreachable: an epoch has all frames
 
     def _shuffled(self, epoch: int, index: int, frames: int) -> Indices:
-        """Return the order of a part's frames."""
+        """Return the random order of a part's frames; the last one is cached."""
         if self._order is None or self._order[0] != (epoch, index):
             order = np.random.default_rng([self._seed, epoch, index + 1]).permutation(frames)
             self._order = (epoch, index), order
         return self._order[1]
 
     def _pool(self, epoch: int, index: int, episodes: tuple[int, ...]) -> Pool:
-        """Return the episodes of a part, and begin to read the next one."""
+        """Return the decoded episodes of a part, and prefetch the next part."""
         if episodes not in self._pools:
             ready = self._next[1].result() if self._next is not None and self._next[0] == episodes else None
             self._pools = {episodes: ready or self._read(episodes)}
@@ -357,18 +357,18 @@ class FolderSource:
         return Pool(frames, np.repeat(lengths.cumsum() - 1, lengths))
 
     def _chunks(self, pool: Pool, first: Indices) -> TensorDict:
-        """Return the chunks that begin at these frames; the last frame of an episode is repeated behind it."""
+        """Return the chunks that start at these frames, padded with the last frame of the episode."""
         steps, last = first[:, None] + np.arange(self._wanted.chunk_size), pool.last[first][:, None]
         at = torch.from_numpy(np.minimum(steps, last))
-        seen = at if self._wanted.all_steps else at[:, :1]
+        observed = at if self._wanted.all_steps else at[:, :1]
         parts: dict[Key, Tensor] = {(MASK,): torch.from_numpy(steps <= last)}
         for key, values in pool.frames.items():
-            found = values[at if key == ("action",) else seen]
+            found = values[at if key == ("action",) else observed]
             parts[key] = found if found.shape[1] == at.shape[1] else found.expand(-1, at.shape[1], *found.shape[2:])
         return TensorDict(unflatten(parts), at.shape)
 
     def publish(self, policy: Policy) -> None:
-        """Nothing acts in a recording."""
+        """Do nothing: no policy acts in a recording."""
 
     def statistics(self) -> dict[str, float]:
         return {"source/epoch": self.epoch}
@@ -388,26 +388,25 @@ class FolderSource:
 
 
 def _are_words(tasks: Iterable[str]) -> bool:
-    """Tell whether tasks of a folder say what is to be done; the name of an environment, which stands where nothing
-    else is known, does not."""
+    """Return whether all tasks of a folder are instructions, not just names of environments."""
     names, texts = {spec.id for spec in list_envs()}, [task.strip() for task in tasks]
     return bool(texts) and all(text and text not in names for text in texts)
 
 
 def _renamed(layout: FrameLayout, keys: Mapping[str, str], folder: Path) -> dict[Key, Leaf]:
-    """Return the arrays of a folder by the names that the policy knows them by."""
+    """Return the arrays of a folder by the policy's names."""
     names = {leaf.key: leaf for leaf in layout.leaves}
     for wanted, given in keys.items():
-        there = ("observation", *given.split("/"))
-        if there not in names:
+        stored = ("observation", *given.split("/"))
+        if stored not in names:
             known = ["/".join(key[1:]) for key in names if key[0] == "observation"]
             raise ConfigError(f"keys: the folder has no {given!r}.{nearest(given, known)}", str(folder))
-        names["observation", *wanted.split("/")] = names[there]
+        names["observation", *wanted.split("/")] = names[stored]
     return names
 
 
 class MixedSource:
-    """Chunks of several sources, each of which has a share of every batch, drawn by its weight."""
+    """Chunks of several sources; the share of each in a batch is drawn from a multinomial distribution."""
 
     def __init__(self, sources: Sequence[ChunkSource], weights: Sequence[float], seed: int) -> None:
         self.sources = list(sources)
@@ -452,7 +451,7 @@ class MixedSource:
 
 
 def spaces_of_folder(folder: str | Path, keys: Mapping[str, str]) -> tuple[gym.spaces.Dict, gym.spaces.Box]:
-    """Return the spaces of what a folder holds, for a policy that has no environment."""
+    """Return the observation and action spaces of a folder, for a policy without an environment."""
     reader = LeRobotReader(folder)
     names = _renamed(reader.layout, keys, Path(folder))
     if reader.tells_tasks and not _are_words(reader.tasks.values()):

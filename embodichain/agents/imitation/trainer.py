@@ -1,7 +1,8 @@
-"""The loop of an imitation: draw chunks, learn, log, evaluate, save."""
+"""The training loop of an imitation: sample chunks, update, log, evaluate, save."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -25,11 +26,11 @@ from embodichain.utils.torch_runtime import get_random_state, set_random_state, 
 
 Spaces = Mapping[str, Any]
 _FITTED_CHUNKS = 4096
-"""Chunks that FAST-like tokens are fitted on."""
+"""Number of chunks on which FAST-like tokens are fitted."""
 
 
 class ImitationTrainer(RunLoop):
-    """Trains one policy by imitation; its steps are gradient steps."""
+    """Trains one policy by imitation; steps are gradient steps."""
 
     cfg: ImitateCfg
 
@@ -43,14 +44,14 @@ class ImitationTrainer(RunLoop):
         eval_env: VecEnv | None = None,
         console: Console | None = None,
     ) -> None:
-        """Prepare a run; ``spaces`` are those of ``observation`` and ``action`` that the policy was built for."""
+        """``spaces`` has the ``observation`` and ``action`` spaces that the policy was built for."""
         super().__init__(cfg, learner.policy, folder, eval_env, console)
         self.learner, self.source, self.spaces = learner, source, spaces
         self.policy.train()
         batch_size = cfg.algorithm.cfg.batch_size
         self._threads = cfg.trainer.update_threads or update_threads(self.policy, batch_size)
         self._chunks: TensorDict | None = None
-        """The last ones that were learned from."""
+        """The chunks of the last update."""
         self._sums: dict[str, Tensor] = {}
         self._count = 0
         self._waited = 0.0
@@ -82,15 +83,15 @@ class ImitationTrainer(RunLoop):
         return self._result(reason)
 
     def _fit_tokenizer(self) -> None:
-        """Fit FAST-like tokens that were not fitted before on the first chunks of the source."""
+        """Fit FAST-like tokens, unless they are fitted, on the first chunks of the source."""
         heads = [module for module in self.policy.modules() if isinstance(module, FastTokenHead)]
         if heads and not any(head.tokenizer.is_fitted for head in heads):
             chunks = self.source.sample(_FITTED_CHUNKS)
-            whole = chunks["action"][chunks[MASK].all(1)]  # else all episodes are shorter, and end by a repeated action
+            whole = chunks["action"][chunks[MASK].all(1)]  # empty if all episodes are shorter than a chunk
             fit_tokenizer(self.policy, (whole if len(whole) else chunks["action"]).to(self.policy.device))
 
     def _learn(self, batch_size: int) -> None:
-        """Do one gradient step."""
+        """Sample chunks and take one gradient step."""
         began = time.perf_counter()
         chunks = self._chunks = self.source.sample(batch_size)
         self._waited += time.perf_counter() - began
@@ -104,14 +105,14 @@ class ImitationTrainer(RunLoop):
         self.policy.version += 1
 
     def _stop_reason(self, signals: StopSignals) -> StopReason | None:
-        """Return why the run ends here, if it does."""
+        """Return the reason to stop now, if any."""
         self._update_clock()
         if signals.received is not None:
             return "interrupted"
         return "total_steps" if self.global_step >= self.cfg.trainer.total_steps else self.limit_met()
 
     def _write_log(self) -> None:
-        """Write the means over the steps since the last line, and show how far it is."""
+        """Log the means over the steps since the last entry, and update the progress bar."""
         if not self._count:
             return
         values = (torch.stack(list(self._sums.values())) / self._count).tolist()
@@ -126,7 +127,7 @@ class ImitationTrainer(RunLoop):
         }
         self.log.write(self.global_step, scalars)
         self._sums, self._count, self._waited, self._logged_at = {}, 0, 0.0, time.perf_counter()
-        if self.cfg.trainer.nan_guard and not all(map(_is_finite, means.values())):
+        if self.cfg.trainer.nan_guard and not all(map(math.isfinite, means.values())):
             self._stop_at_nan(means)
         share = max(self.global_step / self.cfg.trainer.total_steps, self._share_of_time())
         self.view.show(self.global_step, min(1.0, share), *(self.counters.evaluated or (None, None)))
@@ -135,26 +136,26 @@ class ImitationTrainer(RunLoop):
         folder = self.folder.path / "failure"
         batch = {} if self._chunks is None else {"batch": self._chunks.clone()}
         save_checkpoint(folder, {"policy": self.policy.state_dict()} | batch)
-        names = ", ".join(name for name, value in means.items() if not _is_finite(value))
+        names = ", ".join(name for name, value in means.items() if not math.isfinite(value))
         raise NotFiniteError(
             f"{names} became NaN or infinite before step {self.global_step}; the policy is saved in {folder}. A "
             "smaller --algorithm.cfg.learning_rate, or fewer outliers in the demonstrations, may help"
         )
 
     def evaluate(self) -> None:
-        """Evaluate the policy; the log has a line for all steps before it."""
+        """Log all steps so far, then evaluate the policy."""
         self._write_log()
         super().evaluate()
 
     def save_checkpoint(self, best: bool = False) -> None:
-        """Write a checkpoint of everything the next step depends on; the log has a line for all steps before it."""
+        """Log all steps so far, then write a checkpoint of everything that the next step depends on."""
         self._write_log()
         super().save_checkpoint(best)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint of the same run, exactly where it was saved if the source is recorded.
+        """Restore a checkpoint of this run; with recorded sources, training continues exactly.
 
-        The random generators come last, as everything else may draw from them.
+        The random generators are restored last, as everything else may draw from them.
         """
         with reading_checkpoint("the checkpoint"):
             self.counters = Counters.from_data(state["trainer"])
@@ -179,7 +180,3 @@ class ImitationTrainer(RunLoop):
             "random": get_random_state(),
             "trainer": self.counters.to_data(),
         }
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0.0

@@ -1,1 +1,1 @@
-"""What it takes to work with other processes, of this machine or of a cluster, whatever they do there."""
+"""Worker processes on this machine or in a Ray cluster, and the channels and shared memory between them."""

@@ -1,8 +1,8 @@
-"""Messages with tensors in them between two processes of one machine.
+"""Messages with tensors between two processes on one machine.
 
-JSON that describes nested data, and a segment of shared memory with its tensors (``embodichain.utils.tensor_tree``),
-travel in one packet, whole or not at all; long JSON lies in a segment as well. Nothing is pickled, and nothing is left
-over if either side is killed.
+A message is one packet: JSON that describes nested data, and the descriptor of a shared-memory segment with its tensors
+(see ``embodichain.utils.tensor_tree``). Long JSON goes into a segment as well. A packet arrives whole or not at all.
+Nothing is pickled, and no memory leaks if either process is killed.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from embodichain.errors import SharedMemoryError
 from embodichain.utils.tensor_tree import decode, encode
 
 _LARGEST = 1 << 16
-"""Bytes of a packet; what is to be told in more than that goes into a segment, as a socket has little room."""
+"""Largest packet in bytes. Longer JSON goes into a segment, as socket buffers are small."""
 _IN_SEGMENT = b"in segment"
 SUSPENDED_SECONDS = 2.0
-"""One that looks at the clock this much later than it wanted to was suspended (e.g. by sleep), perhaps with others."""
+"""A process that checks the clock this much later than planned was suspended (e.g. the machine slept)."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What another process sent."""
+    """A message from another process."""
 
     kind: str
     description: dict[str, Any]
     segment: Segment | None
-    """The memory that came with it."""
+    """The shared memory that was sent along."""
 
     def content(self, copy: bool = True, device: str | None = None) -> Any:
-        """Return the nested data; without ``copy`` tensors lie in the segment; ``device`` is that of TensorDicts."""
+        """Return the nested data with TensorDicts on ``device``. Without ``copy``, tensors are views of the segment."""
         return decode(self.description, None if self.segment is None else self.segment.bytes, copy, device)
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """Weights that a learner lets other processes act by."""
+    """Policy weights that a learner publishes to other processes."""
 
     version: int
-    """They are numbered in the order in which they were published."""
+    """Increases with every publication."""
     description: Tensor
-    """What a process needs beside them to make the policy, as bytes."""
+    """The rest of what is needed to build the policy, as bytes."""
     data: Tensor
-    """The weights, as bytes; not needed if there is a segment."""
+    """The weights as bytes; ignored if there is a segment."""
     segment: Segment | None = None
-    """The shared memory that they lie in, where there is some."""
+    """Shared memory that holds the weights, if any."""
 
 
 class Deadline:
-    """A limit of the time in which this process is awake: when it was suspended, the time begins anew."""
+    """A timeout that restarts if this process was suspended."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._began = self._last_look = time.monotonic()
 
     def remaining(self) -> float:
-        """Return the seconds that are left, but one at the most: it has to be asked again and again."""
+        """Return the remaining seconds, at most 1.0, so that callers ask again and a suspension is noticed."""
         now = time.monotonic()
         if now - self._last_look > 1.0 + SUSPENDED_SECONDS:
             self._began = now
@@ -80,18 +80,18 @@ class Deadline:
 
 
 class Channel:
-    """One end of a connection; any thread may send, and one at a time receives.
+    """One end of a connection. Any thread may send; one thread at a time may receive.
 
-    While the other process lives no message is lost: ``send`` waits for room, or queues it for later calls to send.
-    Once it is gone ``send`` does nothing, and ``receive`` raises ``EOFError``.
+    No message is lost while the other process is alive: ``send`` blocks while the socket is full, or queues the message
+    for later calls. Once the other process has exited, ``send`` does nothing and ``receive`` raises ``EOFError``.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self._arrivals = select.poll()  # select() cannot watch descriptors beyond 1024
-        self._arrivals.register(connection, select.POLLIN)
-        self._room = select.poll()
-        self._room.register(connection, select.POLLOUT)
+        self._readable = select.poll()  # select() does not support descriptors above 1024
+        self._readable.register(connection, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(connection, select.POLLOUT)
         self._waiting: deque[tuple[bytes, list[Segment]]] = deque()
         self._sending = threading.Lock()
 
@@ -102,8 +102,8 @@ class Channel:
         return cls(mine), cls(other)
 
     def send(self, kind: str, content: Any = None, segment: Segment | None = None, wait: bool = True) -> None:
-        """Send nested data with its tensors in a new segment, or without any and with an existing ``segment``.
-        Without ``wait`` a message that finds no room in the socket is queued, and sent by later calls."""
+        """Send nested data with its tensors in a new segment, or data without tensors and an existing ``segment``.
+        With ``wait=False``, a message that does not fit into the socket is queued and sent by later calls."""
 
         def allocate(nbytes: int) -> Tensor:
             nonlocal segment
@@ -113,30 +113,30 @@ class Channel:
         self._post({"kind": kind, **encode(content, allocate)[0]}, segment, wait)
 
     def has_arrived(self) -> bool:
-        """Tell whether there is something to receive, be it the news that the other end is closed."""
-        return bool(self._arrivals.poll(0))
+        """Return whether ``receive`` would not block: a message has arrived, or the other end is closed."""
+        return bool(self._readable.poll(0))
 
     def is_shut_down(self) -> bool:
-        """Tell whether the other end is closed, whatever there still is to receive."""
-        return any(event & select.POLLHUP for _, event in self._arrivals.poll(0))
+        """Return whether the other end is closed; messages may still be left to receive."""
+        return any(event & select.POLLHUP for _, event in self._readable.poll(0))
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Return the next message, ``None`` if none came within so many seconds."""
-        if self.socket.fileno() < 0:  # its number may be another's by now
+        """Return the next message, or None if none arrives within ``timeout`` seconds (None: wait forever)."""
+        if self.socket.fileno() < 0:  # the poll object holds its number, which may be reused by now
             raise EOFError("the connection is closed")
-        if self._waiting and self._sending.acquire(blocking=False):  # else somebody is sending
+        if self._waiting and self._sending.acquire(blocking=False):  # else another thread is sending
             try:
                 self._send_waiting(wait=False)
             finally:
                 self._sending.release()
-        if not self._arrivals.poll(None if timeout is None else 1000.0 * timeout):
+        if not self._readable.poll(None if timeout is None else 1000.0 * timeout):
             return None
         try:
             try:
                 packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 2)
-            except ConnectionResetError:  # closed there, with something unread; what was sent before is still here
+            except ConnectionResetError:  # the other end closed with unread messages; its own are still readable
                 packet, descriptors, flags, _ = socket.recv_fds(self.socket, _LARGEST, 2)
-        except (OSError, ValueError) as error:  # closed there, or here
+        except (OSError, ValueError) as error:  # either end is closed
             if getattr(error, "errno", errno.EBADF) not in (errno.EBADF, errno.ECONNRESET):
                 raise
             packet, descriptors, flags = b"", [], 0
@@ -151,16 +151,16 @@ class Channel:
         return Message(description["kind"], description, segments[0] if segments else None)
 
     def shut_down(self) -> None:
-        """Let nobody wait for a message any more, here or at the other end."""
+        """Shut down the connection, which wakes up receivers at both ends."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this end; calling it twice is fine."""
+        """Close this end; may be called repeatedly."""
         self.socket.close()
 
-    def _post(self, words: dict[str, Any], segment: Segment | None, wait: bool) -> None:
-        packet, segments = json.dumps(words).encode(), [] if segment is None else [segment]
+    def _post(self, description: dict[str, Any], segment: Segment | None, wait: bool) -> None:
+        packet, segments = json.dumps(description).encode(), [] if segment is None else [segment]
         if len(packet) > _LARGEST:
             segments.append(Segment.create(len(packet), "a message to another process"))
             segments[-1].bytes.numpy()[:] = np.frombuffer(packet, np.uint8)
@@ -180,16 +180,16 @@ class Channel:
                 self._waiting.appendleft((packet, segments))
                 if not wait:
                     return
-                self._room.poll()
+                self._writable.poll()
             except (BrokenPipeError, ConnectionResetError):
                 self._waiting.clear()
 
 
 class RequestChannel:
-    """One end of a connection on which one process asks and the other answers, through memory that is used again.
+    """One end of a request-reply connection that reuses its shared memory.
 
-    That is safe because every message is answered before the next is sent, and copied on receipt. After an interruption
-    (Ctrl-C) the next request and its answer use new memory, and answers to earlier requests are skipped.
+    Reuse is safe because every request is answered before the next one is sent, and contents are copied on receipt.
+    After an interruption (Ctrl-C) the next request and its reply use new memory, and stale replies are skipped.
     """
 
     def __init__(self, channel: Channel, asks: bool) -> None:
@@ -197,12 +197,12 @@ class RequestChannel:
         self._outgoing: Segment | None = None
         self._incoming: Segment | None = None
         self._number = 0
-        """How many requests there were."""
+        """Number of requests so far."""
         self._interrupted = False
-        """Whether what was sent or received last may not have arrived."""
+        """Whether the last send or receive may be incomplete."""
 
     def send(self, kind: str, content: Any = None) -> None:
-        """Send nested data, waiting for room; if the other process is gone, ``receive`` tells."""
+        """Send nested data; blocks while the socket is full. If the other process is gone, ``receive`` raises."""
         memory, new = None if self._interrupted else self._outgoing, None
 
         def allocate(nbytes: int) -> Tensor:
@@ -211,15 +211,15 @@ class RequestChannel:
                 new = memory = Segment.create(nbytes, "a request to another process, or the answer,")
             return memory.bytes
 
-        words = {"kind": kind, "renew": self._interrupted, **encode(content, allocate)[0]}
+        description = {"kind": kind, "renew": self._interrupted, **encode(content, allocate)[0]}
         self._interrupted = True
         self._number += self._asks
-        self.channel._post({**words, "number": self._number}, new, wait=True)
+        self.channel._post({**description, "number": self._number}, new, wait=True)
         self._outgoing, self._interrupted = memory, False
 
     def receive(self, timeout: float = math.inf) -> tuple[str, Any]:
-        """Return kind and content of the next message, TensorDicts on the CPU; ``EOFError`` if nobody is there,
-        ``TimeoutError`` if none came in so many seconds."""
+        """Return kind and content of the next message, with TensorDicts on the CPU.
+        Raises ``EOFError`` if the other process is gone, and ``TimeoutError`` after ``timeout`` seconds."""
         deadline = Deadline(timeout)
         while True:
             self._interrupted = True
@@ -231,14 +231,14 @@ class RequestChannel:
                     raise TimeoutError(f"no answer came in {timeout:g} s")
             self._incoming = message.segment or self._incoming
             self._interrupted = False
-            words = message.description
+            description = message.description
             if not self._asks:
-                self._number = words["number"]
-                self._outgoing = None if words["renew"] else self._outgoing
-            if words.get("number", self._number) == self._number:  # else nobody waits for it any more
-                return message.kind, Message(message.kind, words, self._incoming).content(device="cpu")
+                self._number = description["number"]
+                self._outgoing = None if description["renew"] else self._outgoing
+            if description.get("number", self._number) == self._number:  # else it is a stale reply
+                return message.kind, Message(message.kind, description, self._incoming).content(device="cpu")
 
     def close(self) -> None:
-        """Close this end and let go of its memory."""
+        """Close this end and release its memory."""
         self.channel.close()
         self._outgoing = self._incoming = None

@@ -1,4 +1,4 @@
-"""What went wrong in a worker, carried as text into every process that has to know."""
+"""``FailureReport``: a failure of a worker as plain text, which can be sent to any process."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from embodichain import errors
 from embodichain.errors import ConfigError, EmbodiChainError, EngineStateError, WorkerError
 
 ENGINE = -1
-"""The ``worker`` of a report about what owns the workers."""
+"""The ``worker`` of a report about the engine itself."""
 REPORT_BYTES = 1 << 16
-"""The most bytes that a report has as JSON in UTF-8, so that every one fits into the shared buffer."""
+"""Maximum size of a report as JSON in UTF-8, for which the shared buffer has room."""
 _SHARES = {"what": 2 << 10, "exception": 1 << 10, "message": 16 << 10, "traceback": 28 << 10}
-"""How many of them a text may take; longer ones lose their middle."""
+"""Maximum bytes per field; the middle of a longer text is cut out."""
 _PROBLEMS, _PROBLEMS_BYTES = 20, 12 << 10
 _LEFT_OUT = "\n... (cut) ...\n"
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """One failure of one worker; plain data, because exceptions of user code cannot be trusted to unpickle."""
+    """One failure of one worker, as plain data because exceptions of user code may not unpickle."""
 
     worker: int
     what: str
-    """What happened, to be read after "worker 3": ``raised ValueError``, ``was killed by SIGKILL``."""
+    """Predicate of a sentence about the worker: ``raised ValueError``, ``was killed by SIGKILL``."""
     exception: str = ""
     message: str = ""
     traceback: str = ""
     problems: list[str] | None = None
-    """The single problems of a ConfigError."""
+    """The problems of a ``ConfigError``."""
     hung: bool = False
-    """Whether the worker is alive, but shows no sign of life."""
+    """Whether the process exists but sends no heartbeat."""
     lost: bool = False
-    """Whether the worker ended with its machine, which is no fault of its own."""
+    """Whether the worker was lost with its node, which does not count as a fault."""
     final: bool = False
-    """Whether another worker in its place would be no use."""
+    """Whether a replacement would fail as well."""
 
     def __post_init__(self) -> None:
-        """Cut long texts."""
+        """Shorten long texts."""
         for name, share in _SHARES.items():
             object.__setattr__(self, name, _cut(getattr(self, name), share))
         if self.problems:
@@ -51,7 +51,7 @@ class FailureReport:
 
     @classmethod
     def of_exception(cls, worker: int, error: Exception) -> FailureReport:
-        """Describe an exception that is being handled."""
+        """Build the report of an exception."""
         text = "".join(traceback.format_exception(error))
         problems = error.problems if isinstance(error, ConfigError) else None
         name = type(error).__name__
@@ -59,21 +59,22 @@ class FailureReport:
 
     @classmethod
     def from_json(cls, text: str) -> FailureReport:
-        """Read what ``to_json`` wrote."""
+        """Parse the output of ``to_json``."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """Return the report as one line of text, of at most ``REPORT_BYTES`` bytes in UTF-8."""
+        """Return the report as one line of JSON, at most ``REPORT_BYTES`` in UTF-8."""
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
     def describe(self) -> str:
-        """Return in one line what happened."""
+        """Return ``what`` with the message of the exception."""
         return f"{self.what}: {self.message}" if self.message else self.what
 
     def as_error(
         self, who: str = "", replacements: int = 0, kind: type[EmbodiChainError] = WorkerError
     ) -> EmbodiChainError:
-        """Return the error to raise where the worker was needed: its traceback, caused by its exception."""
+        """Return the error to raise in the owner: it quotes the worker's traceback, and its cause is the worker's
+        exception if that can be rebuilt."""
         text = f"{who or self._who} {self.describe()}"
         if replacements:
             text += f", after {replacements} replacements"
@@ -84,20 +85,20 @@ class FailureReport:
         return error
 
     def original(self) -> Exception | None:
-        """Return the worker's exception again if its class is built in or one of this package's."""
+        """Rebuild the worker's exception if it is a built-in or one of this package; else None."""
         kind = getattr(errors, self.exception, None) or getattr(builtins, self.exception, None)
         if not isinstance(kind, type) or not issubclass(kind, Exception):
             return None
         if issubclass(kind, ConfigError):
-            source = self.message.partition("\n")[0].rpartition(": ")[0]  # its first line is "source: 2 problems"
+            source = self.message.partition("\n")[0].rpartition(": ")[0]  # the first line is "source: 2 problems"
             return kind(self.problems or self.message, source or "configuration")
         try:
             return kind(self.message)
-        except TypeError:  # UnicodeDecodeError and the like want more than a message
+        except TypeError:  # e.g. UnicodeDecodeError takes more arguments
             return None
 
     def as_user_error(self) -> Exception:
-        """Return the error to raise where the worker was asked for: a mistake in the settings keeps its own class."""
+        """Return the error to raise in user code: errors of this package keep their class, others are wrapped."""
         original = self.original()
         if isinstance(original, EmbodiChainError):
             original.__cause__ = WorkerError(f"in {self._who}:\n{self.traceback}")
@@ -110,19 +111,19 @@ class FailureReport:
 
 
 def drop_locals(error: BaseException | None) -> None:
-    """Release the memory and connections that are kept by the variables of all functions that an error went through."""
+    """Clear the local variables in an error's traceback, which may hold memory and connections."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def _cut(text: str, most: int) -> str:
-    """Return a text that has at most so many bytes as JSON in UTF-8: of a longer one, whole characters of both ends."""
-    if len(text) > most:
-        text = text[:most] + text[-most:]
-    text = text.encode(errors="backslashreplace").decode()  # half a surrogate pair has no UTF-8
+def _cut(text: str, max_bytes: int) -> str:
+    """Cut out the middle of a text so that it has at most ``max_bytes`` as JSON in UTF-8."""
+    if len(text) > max_bytes:
+        text = text[:max_bytes] + text[-max_bytes:]
+    text = text.encode(errors="backslashreplace").decode()  # lone surrogates have no UTF-8
     short, half = text, len(text) // 2
-    while len(json.dumps(short, ensure_ascii=False).encode()) > most:
+    while len(json.dumps(short, ensure_ascii=False).encode()) > max_bytes:
         half = half * 4 // 5
         short = f"{text[:half]}{_LEFT_OUT}{text[len(text) - half :]}"
     return short

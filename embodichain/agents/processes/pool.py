@@ -1,6 +1,7 @@
-"""Worker processes of this machine: how they are started, watched, ended and replaced.
+"""Worker processes on this machine: starting, monitoring, stopping and replacing them.
 
-They are forked by ``fork_server.py``, in 0.1 s instead of 4 s; ``multiprocessing``'s server reimports the main module.
+They are forked by ``fork_server.py``, which takes 0.1 s instead of the 4 s of a new interpreter. The fork server of
+``multiprocessing`` is not used because it reimports the main module.
 """
 
 import contextlib
@@ -38,90 +39,93 @@ log = logging.getLogger("embodichain.workers")
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _END_SECONDS = 5.0
+_PID_SECONDS = 0.02
+"""Longest time for which a thread that waits for a pid keeps others from killing the worker."""
 _HEARTBEAT_BYTES = 24
 _OFFSET = struct.Struct("q")
 _WAITING_SECONDS = 5.0
-"""The least time without a sign of life after which a worker that waits for work counts as hung."""
+"""Minimum time without a heartbeat after which an idle worker counts as hung."""
 FIRST_STEPS = 2
-"""Steps that may take as long as a start, because something is loaded or compiled in them."""
+"""Number of first steps that ``start_timeout`` applies to, as they may load or compile something."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _HEALTHY_SECONDS = 600.0
-"""A worker that has done its work for so long has its former faults forgotten."""
+"""Time without a fault after which a worker's count of faults is reset."""
 
 
 class Heartbeat:
-    """Signs of life, in shared memory where they come from another process."""
+    """Time of a worker's last heartbeat, its number of steps, and whether it is busy; in shared memory if given."""
 
     def __init__(self, segment: Segment | None = None) -> None:
         self._words = np.zeros(3, np.int64) if segment is None else segment.view(0, torch.int64, (3,)).numpy()
 
     def beat(self, busy: bool = True) -> None:
-        """Tell that a step begins, or that there is nothing to do, every now and then as long as there is nothing."""
+        """Record the start of a step, or, repeatedly while there is no work, that the worker is idle."""
         self._words[1] += busy
         self._words[0] = time.monotonic_ns()
         self._words[2] = busy
 
     def begin_again(self) -> None:
-        """Tell that something is built again, so that this and the next steps may take as long as a start."""
+        """Record a step and restart the count, so that ``start_timeout`` applies to the next steps again."""
         self._words[1] = 0
         self.beat()
 
     def copy(self, seconds_ago: float, steps: int, busy: bool) -> None:
-        """Take over the last sign of a worker on another machine."""
+        """Copy the ``status`` of a heartbeat on another machine."""
         self._words[:] = (time.monotonic_ns() - int(1e9 * seconds_ago), steps, busy)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is under way."""
+        """Whether a step is in progress."""
         return bool(self._words[2])
 
     @property
     def last(self) -> float:
-        """When the last sign came (monotonic); 0 if none did."""
+        """Monotonic time of the last heartbeat; 0 if there was none."""
         return float(self._words[0]) / 1e9
 
     def status(self) -> dict[str, Any]:
-        """Return when the last sign came, how many steps were begun, and whether one is under way."""
+        """Return the age of the last heartbeat, the number of steps, and whether one is in progress."""
         seconds_ago = time.monotonic() - self.last
         return {"seconds_ago": seconds_ago, "steps": int(self._words[1]), "busy": self.is_busy}
 
     def overdue(self, start_timeout: float, step_timeout: float, since: float = 0.0) -> float | None:
-        """Return how long the present step may take, from ``since`` on at the earliest, if it takes longer."""
+        """Return the time limit of the current step if it has exceeded it, else None. The step counts from ``since`` at
+        the earliest."""
         limit = step_timeout if self._words[1] > FIRST_STEPS else start_timeout
         return limit if self.is_busy and time.monotonic() - max(self.last, since) > limit else None
 
 
 class WorkerHandle(ABC):
-    """One worker, wherever it runs, seen from its owner."""
+    """The owner's handle of one worker, local or remote."""
 
     def __init__(self, index: int, incarnation: int, heartbeat: Heartbeat, node: str, started: float) -> None:
         self.index, self.incarnation, self.heartbeat = index, incarnation, heartbeat
-        """``incarnation`` is how many workers it replaces."""
+        """``incarnation`` is the number of previous workers with this index."""
         self.node = node
-        """Name of the machine it is on; empty as long as it is on none."""
+        """Host name of its node; empty until it is placed on one."""
         self.started = started
-        """When it began to build its environment (monotonic); infinite while it waits for a node."""
+        """Monotonic time at which it began to build its environment; infinite while it waits for a node."""
         self.joined = 0.0
-        """When its owner took it into service; 0 while it is still building its environment."""
+        """Monotonic time at which its owner gave it work; 0 while it is building its environment."""
         self.unreachable = False
-        """Whether nobody knows at present what has become of it."""
+        """Whether its state is currently unknown, because it does not respond."""
 
     @property
     @abstractmethod
     def pid(self) -> int:
-        """The process id, on its machine; 0 while there is none."""
+        """Process id on its node; 0 while there is no process."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it and whatever it started, now; calling it twice is fine."""
+        """Kill the worker and its child processes; may be called repeatedly."""
 
 
 class WorkerProcess(WorkerHandle):
-    """A process that runs ``target(channel, heartbeat, *args)``; it ends with this object, or with the program.
-    It leads its own process group: Ctrl-C does not reach it, and whatever it starts ends with it."""
+    """A process that runs ``target(channel, heartbeat, *args)``; it is killed with this object, or with the program.
+    It leads its own process group: Ctrl-C does not reach it, and its child processes are killed with it."""
 
     is_closed = True
-    """Whether it was killed from here, or never started."""
+    """Whether it was killed by its owner, or never started."""
 
     def __init__(
         self, target: Callable[..., None], args: tuple[Any, ...], index: int = 0, incarnation: int = 0
@@ -131,6 +135,8 @@ class WorkerProcess(WorkerHandle):
         self._owner = os.getpid()
         self._pid: int | None = None
         self._code: int | None = None
+        self._lock = threading.RLock()
+        """Held while the status pipe is read or closed: a thread may kill the worker while another asks for its pid."""
         with os.fdopen(os.memfd_create("embodichain-job"), "w+b") as job:
             _write_job(job, target, args)
             self.channel, other = Channel.pair()
@@ -142,21 +148,22 @@ class WorkerProcess(WorkerHandle):
 
     @property
     def pid(self) -> int:
-        """The process id; waits until the process is there."""
-        if self._pid is None and not self._status.closed:
-            self._read_status()
+        """The process id; blocks until the process has been forked."""
+        while self._pid is None and not self.is_closed:
+            self._read_status(_PID_SECONDS)
+            time.sleep(0.001)  # lets others take the lock
         return self._pid or 0
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the process to end; tell whether it did."""
+        """Wait for the process to exit; return whether it did."""
         if self.is_closed:
             return True
-        if self.pid and self._code is None and wait([self._status.fileno()], max(seconds, 0.0)):
-            self._read_status()
+        if self.pid and self._code is None:
+            self._read_status(max(seconds, 0.0))
         return self._code is not None
 
     def describe_end(self) -> str:
-        """Wait for a process that hung up to end, and tell how it did."""
+        """Wait for a process that closed its channel to exit, and return how it ended."""
         self.wait(_END_SECONDS)
         code = self._code
         if code is None:
@@ -164,63 +171,67 @@ class WorkerProcess(WorkerHandle):
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
-        if self.is_closed:
-            return
-        if self._pid is None and not wait([self._status.fileno()], 0.0):
-            self.channel.shut_down()  # it ends as soon as the server, which still imports modules, has forked it
-        elif not self.wait(0.0):
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.killpg(self.pid, signal.SIGKILL)
-            self.wait(_END_SECONDS)
-        self.is_closed = True
-        self._status.close()
+        with self._lock:
+            if self.is_closed:
+                return
+            if self._pid is None and not wait([self._status.fileno()], 0.0):
+                self.channel.shut_down()  # not forked yet, as the server still imports modules: it will exit at once
+            elif not self.wait(0.0):
+                with contextlib.suppress(ProcessLookupError):  # it has just exited
+                    os.killpg(self.pid, signal.SIGKILL)
+                self.wait(_END_SECONDS)
+            self.is_closed = True
+            self._status.close()
 
     def __del__(self) -> None:
         if not self.is_closed and self._owner == os.getpid():
             self.kill()
 
-    def _read_status(self) -> None:
-        """Hear from the server which process id the worker has, and later its exit code."""
-        data = self._status.read(fork_server.STATUS.size)
-        if data:
-            self._pid, code = fork_server.STATUS.unpack(data)
-            self._code = None if code == fork_server.RUNNING else code
-        else:  # the server was killed, and all workers with it
-            self._pid, self._code = self._pid or 0, -signal.SIGKILL
+    def _read_status(self, seconds: float) -> None:
+        """Read the process id, or later the exit code, from the fork server, if it sends one within ``seconds``."""
+        with self._lock:
+            if self.is_closed or self._code is not None or not wait([self._status.fileno()], seconds):
+                return
+            data = self._status.read(fork_server.STATUS.size)
+            if data:
+                self._pid, code = fork_server.STATUS.unpack(data)
+                self._code = None if code == fork_server.RUNNING else code
+            else:  # the fork server was killed, and all workers with it
+                self._pid, self._code = self._pid or 0, -signal.SIGKILL
 
 
 class HangDetector:
-    """Finds workers that show no sign of life, but not those that were suspended together with this process."""
+    """Detects workers without a heartbeat, except those that were suspended together with this process."""
 
     def __init__(self, start_timeout: float, step_timeout: float) -> None:
         self._start, self._step = start_timeout, step_timeout
         self._last_look = time.monotonic()
         self.awake_since = 0.0
-        """When this process was last suspended; what workers did not do before then is not held against them."""
+        """Monotonic time at which this process last resumed from a suspension; timeouts count from there."""
 
     def look(self) -> None:
-        """Take note of the time, before workers are checked."""
+        """Detect suspensions of this process; call it before workers are checked."""
         now = time.monotonic()
-        if now - self._last_look > SUSPENDED_SECONDS:  # and so were the workers
+        if now - self._last_look > SUSPENDED_SECONDS:
             self.awake_since = now
         self._last_look = now
 
     def check(self, worker: WorkerHandle) -> FailureReport | None:
-        """Return what is wrong with a worker that has not moved for too long."""
-        beats, what = worker.heartbeat, None
-        since, waits = max(worker.joined, self.awake_since), max(self._step, _WAITING_SECONDS)
-        if not beats.last:
+        """Return a report if a worker has hung."""
+        heartbeat, what = worker.heartbeat, None
+        since, idle_limit = max(worker.joined, self.awake_since), max(self._step, _WAITING_SECONDS)
+        if not heartbeat.last:
             if time.monotonic() - max(worker.started, self.awake_since) > self._start:
                 what = f"did not build its environment within start_timeout ({self._start:g} s)"
-        elif limit := beats.overdue(self._start, self._step, since):
+        elif limit := heartbeat.overdue(self._start, self._step, since):
             what = f"hung: it has not come back from a step for {limit:g} s"
-        elif not beats.is_busy and time.monotonic() - max(beats.last, since) > waits:
-            what = f"hung: it has shown no sign of life for {waits:g} s, while it waited for work"
+        elif not heartbeat.is_busy and time.monotonic() - max(heartbeat.last, since) > idle_limit:
+            what = f"hung: it has sent no heartbeat for {idle_limit:g} s while it waited for work"
         return None if what is None else FailureReport(worker.index, what, hung=True)
 
 
 class WorkerPool:
-    """Workers in processes of this machine that all do the same: starts them and tells what they say."""
+    """Worker processes on this machine that run the same function: starts them and receives their messages."""
 
     def __init__(
         self,
@@ -236,7 +247,7 @@ class WorkerPool:
 
     @property
     def awake_since(self) -> float:
-        """When this process was last suspended, and the workers perhaps with it."""
+        """Monotonic time at which this process last resumed from a suspension."""
         return self._hangs.awake_since
 
     def start(self, index: int = 0, incarnation: int = 0) -> WorkerProcess:
@@ -246,8 +257,8 @@ class WorkerPool:
         return worker
 
     def poll(self, seconds: float) -> Iterator[tuple[WorkerProcess, str, Any]]:
-        """Wait for something to happen; return kinds and contents of the messages that came.
-        ``failed`` comes with a ``FailureReport``: the worker has ended, or hung and was killed."""
+        """Wait up to ``seconds`` for messages; yield each as ``(worker, kind, content)``.
+        The content of ``failed`` is a ``FailureReport``: the worker has exited, or it hung and was killed."""
         self._drop_closed()
         wait([worker.channel.socket for worker in self._workers], seconds)
         self._hangs.look()
@@ -255,7 +266,7 @@ class WorkerPool:
             if worker.is_closed:
                 continue
             try:
-                message = worker.channel.receive(0.0)  # it also sends what had to wait
+                message = worker.channel.receive(0.0)  # also sends queued messages
                 report = self._hangs.check(worker) if message is None else None
             except EOFError:
                 message, report = None, FailureReport(worker.index, worker.describe_end())
@@ -268,7 +279,7 @@ class WorkerPool:
                 yield worker, message.kind, message.content(copy=False)
 
     def stop(self, seconds: float = 0.0) -> None:
-        """Let the workers end by themselves for some time, then end them."""
+        """Wait up to ``seconds`` for the workers to exit, then kill them."""
         deadline = time.monotonic() + seconds
         for worker in self._workers:
             if worker.joined:
@@ -283,27 +294,27 @@ class WorkerPool:
 
 
 def restart_delay(faults: int) -> float:
-    """Return the seconds to wait after so many faults: none after the first one, then twice as long each time."""
+    """Return the seconds to wait before a restart: 0 after the first fault, then with exponential backoff."""
     return 0.0 if faults <= 1 else min(_FIRST_PAUSE * 2.0 ** (faults - 2), _LONGEST_PAUSE)
 
 
 class Restarts:
-    """Decides when workers are started: all of them at first, and those that failed again, as often as allowed.
+    """Schedules the start of all workers, and the restart of failed ones, up to ``max_restarts`` times each.
 
-    Faults that are long past do not count: a budget is spent by a worker that keeps failing, not by a long run.
+    Old faults do not count, so that only a worker that keeps failing exhausts its restarts, not a long run.
     """
 
     def __init__(self, name: str, num_workers: int, max_restarts: int, silence: float = 0.0) -> None:
-        """Plan the first start of all workers; ``silence`` is for how long one may show no sign before it has hung."""
+        """Schedule the first start of all workers; ``silence`` is the timeout after which a worker counts as hung."""
         self._name, self._max = name, max_restarts
         self._healthy = _HEALTHY_SECONDS + silence
         self._last_fault = [0.0] * num_workers
         self.faults = [0] * num_workers
-        """How often each worker failed without working well for long in between."""
+        """Number of recent faults by worker."""
         self.replaced = [0] * num_workers
-        """How often each worker was replaced, for whatever reason."""
+        """Number of replacements by worker, for any reason."""
         self.planned: dict[int, tuple[float, int]] = dict.fromkeys(range(num_workers), (0.0, 0))
-        """When a missing worker is started, and how many there were before it, by index."""
+        """By index of a missing worker: the monotonic time of its start, and its incarnation."""
 
     def due(self) -> list[tuple[int, int]]:
         """Return index and incarnation of the workers to start now."""
@@ -314,13 +325,13 @@ class Restarts:
         return due
 
     def plan(self, index: int, incarnation: int, pause: float = 0.0) -> None:
-        """Start a worker later."""
+        """Schedule the start of a worker in ``pause`` seconds."""
         self.planned[index] = (time.monotonic() + pause, incarnation)
 
     def replace(self, report: FailureReport, incarnation: int) -> bool:
-        """Plan another worker in place of one that failed; tell whether it may be."""
+        """Schedule the replacement of a failed worker; return False if it has no restarts left."""
         index, count, pause = report.worker, "", 0.0
-        if not report.lost:  # a machine that is gone is nobody's fault
+        if not report.lost:  # the loss of a node is not a fault of the worker
             now = time.monotonic()
             if now - self._last_fault[index] > self._healthy:
                 self.faults[index] = 0
@@ -337,7 +348,7 @@ class Restarts:
 
 
 class _Server:
-    """The program's connection with the process that forks workers."""
+    """The fork server process, and the socket to it."""
 
     def __init__(self, module: str) -> None:
         self.program = os.getpid()
@@ -353,7 +364,7 @@ class _Server:
             )
 
     def is_alive(self) -> bool:
-        """Tell whether it is there, and is this process's own."""
+        """Return whether the server is running and was started by this process, not by its parent."""
         return self.program == os.getpid() and self.process.poll() is None
 
 
@@ -362,23 +373,23 @@ _server_lock = threading.Lock()
 
 
 def _end_server() -> None:
-    """End the server and all workers with the program."""
+    """Terminate the fork server, and all workers with it."""
     if _server is not None and _server.is_alive():
         _server.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             _server.process.wait(_END_SECONDS)
 
 
-weakref.finalize(log, _end_server)  # the first one of this package: at exit, whatever uses workers ends before them
+weakref.finalize(log, _end_server)  # finalizers run in reverse order: users of workers, created later, stop first
 
 
 def _request_fork(module: str, descriptors: list[int]) -> None:
-    """Have a worker forked; ``module`` is imported by the server if this starts it."""
+    """Ask the fork server for a worker; if this starts the server, it imports ``module`` in advance."""
     global _server
     if getattr(current_process(), "_inheriting", False):
         raise WorkerError(
-            "a worker imports the main module again, for something that is defined there, and that starts workers: "
-            "begin below `if __name__ == '__main__':`"
+            "a worker imports the main module, as its job uses something defined there, and this starts workers again: "
+            "put the main program below `if __name__ == '__main__':`"
         )
     with _server_lock:
         if _server is None or not _server.is_alive():
@@ -390,54 +401,55 @@ def _request_fork(module: str, descriptors: list[int]) -> None:
 
 
 def _write_job(file: BinaryIO, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """Write what a worker is to do, then its surroundings, and before both where these begin."""
+    """Write the worker's job to a file: the offset of the environment, then target and arguments, then the
+    environment (variables, path, main module)."""
     file.seek(_OFFSET.size)
     try:
         pickle.dump((target, args), file)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"what a process is to do cannot be sent to it ({error}): give functions of a module, or "
+            f"the job of a worker process cannot be sent to it ({error}): use functions of a module, or "
             "functools.partial of one",
             "collector",
         ) from error
     file.flush()
-    surroundings: dict[str, Any] = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as work:
-        if work.find(b"__main__") >= 0:  # something in it is defined in the main module
+    preparation: dict[str, Any] = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pickled:
+        if pickled.find(b"__main__") >= 0:  # it references the main module
             main = sys.modules["__main__"]
             if name := getattr(main.__spec__, "name", None):
-                surroundings["init_main_from_name"] = name
+                preparation["init_main_from_name"] = name
             elif path := getattr(main, "__file__", None):
-                surroundings["init_main_from_path"] = os.path.abspath(path)
+                preparation["init_main_from_path"] = os.path.abspath(path)
     offset = file.tell()
-    pickle.dump((dict(os.environ), surroundings), file)
+    pickle.dump((dict(os.environ), preparation), file)
     file.seek(0)
     file.write(_OFFSET.pack(offset))
     file.seek(0)
 
 
 def run_worker(job: int, connection: int, heartbeat: int) -> int:
-    """Do a worker's job, in its process; report what goes wrong and return the exit code."""
+    """Run a worker's job in its process; send exceptions to the owner and return the exit code."""
     channel = Channel(socket.socket(fileno=connection))
-    if channel.is_shut_down():  # it is not wanted any more
+    if channel.is_shut_down():  # killed before it was forked
         return 0
     try:
         with open(job, "rb") as file:
             file.seek(*_OFFSET.unpack(file.read(_OFFSET.size)))
-            environ, surroundings = pickle.load(file)  # noqa: S301 - written by the program that started this process
+            environ, preparation = pickle.load(file)  # noqa: S301 - written by the program that started this process
             os.environ.clear()
             os.environ.update(dict.fromkeys(_ONE_THREAD, "1") | environ)
             current_process()._inheriting = True  # type: ignore[attr-defined]
-            spawn.prepare(surroundings)
+            spawn.prepare(preparation)
             file.seek(_OFFSET.size)
             target, args = pickle.load(file)  # noqa: S301
             del current_process()._inheriting  # type: ignore[attr-defined]
-        np.random.seed()  # noqa: NPY002 - or all workers would draw the same numbers
+        np.random.seed()  # noqa: NPY002 - else all workers inherit the same state
         torch.set_num_threads(1)
         target(channel, Heartbeat(Segment(heartbeat, _HEARTBEAT_BYTES)), *args)
     except EOFError:
-        return 0  # the program has hung up
-    except Exception as error:  # noqa: BLE001 - whatever it is, the program must hear of it
+        return 0  # the owner has closed the channel
+    except Exception as error:  # noqa: BLE001 - any error is reported to the owner
         channel.send("failed", FailureReport.of_exception(os.getpid(), error).to_json())
         return 1
     return 0

@@ -1,7 +1,7 @@
-"""Workers in a Ray cluster: the connection with it, its token, where workers are placed, and what became of them.
+"""Workers in a Ray cluster: connection, authentication token, placement of workers, and detection of lost nodes.
 
-Without an address a cluster starts for this process alone, on the loopback interface, without a dashboard, and ends
-with it. Any other cluster has to use Ray's token authentication.
+Without an address, a private cluster is started on the loopback interface, without a dashboard, and stopped with this
+process. Any other cluster must use Ray's token authentication.
 """
 
 import atexit
@@ -34,53 +34,53 @@ log = logging.getLogger("embodichain.ray")
 
 Share = Annotated[float, Field(ge=0)]
 Location = dict[str, Any]
-"""Where an actor runs: ``node_id``, ``node`` (its host), ``pid``, and the ``auth_mode`` of its node."""
+"""Location of an actor: ``node_id``, ``node`` (host name), ``pid``, and the ``auth_mode`` of its node."""
 
 _LOOPBACK = "127.0.0.1"
 _AUTH_MODE, _AUTH_TOKEN, _AUTH_TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _OWN_TOKEN = secrets.token_hex(32)
-"""Token of a cluster that this process starts; nobody else needs it, so it is in no file."""
+"""Token of a private cluster; no other process needs it, so it is not written to a file."""
 _ENVIRONMENT = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a cluster that is started here binds to loopback
-    "RAY_NUM_REDIS_GET_RETRIES": "6",  # seconds until a cluster that refuses the token is an error
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a private cluster binds to loopback
+    "RAY_NUM_REDIS_GET_RETRIES": "6",  # seconds until a rejected token is an error
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _PROBE_SECONDS = 5.0
 _RETRY_SECONDS = 0.05
-"""Pause before an actor is called again that still cannot be reached."""
+"""Pause before the next call of an actor that is still unreachable."""
 _STORE_BYTES = 512 << 20
-"""Object store of a cluster that is started here: it holds what is in flight only."""
+"""Object store of a private cluster; it only holds objects in transit."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_LINE_LENGTH = 120  # Ray describes the end of a process in one long line; the whole text follows the message
+_LINE_LENGTH = 120  # Ray describes the end of a process in one long line; the full text follows as the traceback
 
 
 @configclass
 class PlacementCfg(Config):
-    """What one worker needs of a node of a Ray cluster. It waits for a node that has it; others do not wait for it."""
+    """Resources that each worker requires of a Ray node. A worker waits for a suitable node; the others do not wait."""
 
     num_cpus: Share = 1.0
-    """Cores that are set aside for a worker; its simulator uses as many threads."""
+    """CPU cores reserved per worker; its simulator uses as many threads."""
     num_gpus: Share = 0.0
-    """GPUs, or the part of one, that are set aside for a worker."""
+    """GPUs reserved per worker; may be a fraction."""
     resources: dict[str, Share] = {}
-    """Named resources of your own, such as ``{"simulation": 1}`` for nodes started with ``--resources``."""
+    """Custom resources, such as ``{"simulation": 1}`` for nodes started with ``--resources``."""
     strategy: Literal["spread", "pack"] = "spread"
-    """Whether workers are spread over the nodes, or packed onto as few as will do."""
+    """Whether to spread workers over the nodes, or pack them onto as few as possible."""
 
     def actor_options(self) -> dict[str, Any]:
-        """Return the options of an actor; actors end with the process that created them."""
+        """Return the options of a Ray actor."""
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
             "resources": dict(self.resources),
             "scheduling_strategy": {"spread": "SPREAD", "pack": "DEFAULT"}[self.strategy],
-            "max_restarts": 0,  # the owner replaces it: it knows what the next one has to do
+            "max_restarts": 0,  # the owner replaces failed actors, with new arguments
         }
 
 
 class ClusterCfg(Protocol):
-    """Settings of workers in a cluster, for whatever they do."""
+    """Settings that all kinds of cluster workers share."""
 
     address: str | None
     num_workers: int
@@ -89,7 +89,7 @@ class ClusterCfg(Protocol):
 
 
 class RayCluster:
-    """A connection with a cluster; all in a process share one, and the last one that is closed ends it."""
+    """A connection to a cluster. All instances in a process share it; closing the last one disconnects."""
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _num_open: ClassVar[int] = 0
@@ -98,7 +98,7 @@ class RayCluster:
     _exiting: ClassVar[bool] = False
 
     def __init__(self, address: str | None, num_workers: int, placement: PlacementCfg) -> None:
-        """Connect with the cluster at ``address``, or start one with room for so many workers."""
+        """Connect to the cluster at ``address``, or start a private one with room for ``num_workers``."""
         self._closed = False
         cls = RayCluster
         with cls._lock, ray_environment():
@@ -109,30 +109,30 @@ class RayCluster:
                     _start(ray, num_workers, placement)
                 else:
                     _connect(ray, address)
-                if threading.current_thread() is threading.main_thread():  # elsewhere Ray sets no handler either
-                    signal.signal(signal.SIGTERM, on_termination)  # Ray's ends a training before it has saved itself
+                if threading.current_thread() is threading.main_thread():  # in other threads Ray sets no handler
+                    signal.signal(signal.SIGTERM, on_termination)  # Ray's exits before training can save a checkpoint
                 cls._connected_here, cls._started_here = True, address is None
-                atexit.register(setattr, cls, "_exiting", True)  # after Ray's own, so it runs before that
+                atexit.register(setattr, cls, "_exiting", True)  # registered after Ray's, so it runs before
             elif address is not None:
                 log.info("this process is connected with Ray already; address %r is not used", address)
             cls._num_open += 1
 
     @classmethod
     def is_alive(cls) -> bool:
-        """Tell whether Ray can be used: not before it was started, nor after it was shut down."""
+        """Return whether Ray is initialized and the interpreter is not exiting."""
         return not cls._exiting and bool(load_ray().is_initialized())
 
     @classmethod
     def check_token(cls, location: Location) -> None:
-        """Raise ``ClusterError`` for a node that lets everybody in, unless this process started the cluster."""
+        """Raise ``ClusterError`` for a node without token authentication, unless this process started the cluster."""
         if not cls._started_here and str(location["auth_mode"]).lower() != "token":
             raise ClusterError(
-                f"the Ray cluster asks nobody for a token (node {location['node']}): whoever reaches it can run code "
-                f"there. Start all of its nodes with {_AUTH_MODE}=token"
+                f"the Ray cluster does not use token authentication (node {location['node']}): anyone who can reach it "
+                f"can run code there. Start all of its nodes with {_AUTH_MODE}=token"
             )
 
     def close(self) -> None:
-        """Disconnect, if nobody else uses the connection; calling it twice is fine."""
+        """Disconnect if no other instance is open; may be called repeatedly."""
         cls = RayCluster
         with cls._lock:
             if self._closed:
@@ -142,21 +142,21 @@ class RayCluster:
             if cls._num_open == 0 and cls._connected_here:
                 cls._connected_here = cls._started_here = False
                 if cls.is_alive():
-                    # Collected later, in a forked child such as a DataLoader worker, Ray's objects abort the process.
+                    # If Ray's objects are collected later in a forked child (a DataLoader worker), they abort it.
                     gc.collect()
                     load_ray().shutdown()
 
 
 def load_ray() -> Any:
-    """Return the module ``ray``, or say which extra brings it."""
+    """Import ``ray``, or raise an error that names the extra to install."""
     return require("ray", extra="ray")
 
 
 @contextmanager
 def ray_environment() -> Iterator[None]:
-    """Set the variables that Ray reads when it is imported and passes on to the processes that it starts."""
+    """Set the environment variables that Ray reads on import and passes to the processes that it starts."""
     values = dict(_ENVIRONMENT)
-    if "ray" not in sys.modules:  # later it would not hear of it
+    if "ray" not in sys.modules:  # it is read on import only
         values[_AUTH_MODE] = "token"
     added = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(added)
@@ -195,7 +195,7 @@ def _start(ray: Any, num_workers: int, placement: PlacementCfg) -> None:
 def _connect(ray: Any, address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
-        if port.isdigit():  # Ray itself would try for long
+        if port.isdigit():  # Ray itself would retry for a long time
             socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
     except socket.gaierror as error:
         raise _nobody(address, f"there is no host {host!r}: {error.strerror}") from error
@@ -204,20 +204,20 @@ def _connect(ray: Any, address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        is_there = port.isdigit() and isinstance(error, ConnectionError)  # but does not let us in
-        if is_there or isinstance(error, ray.exceptions.AuthenticationError):
+        is_refused = port.isdigit() and isinstance(error, ConnectionError)  # the port is open
+        if is_refused or isinstance(error, ray.exceptions.AuthenticationError):
             raise _refused(address) from error
         raise _nobody(address, error_text(error)) from error
 
 
 def _nobody(address: str, why: str) -> ClusterError:
     return ClusterError(
-        f"there is no Ray cluster at {address!r} ({why}); start one with 'ray start --head', or leave address away"
+        f"there is no Ray cluster at {address!r} ({why}); start one with 'ray start --head', or omit address"
     )
 
 
 def _refused(address: str) -> ClusterError:
-    """Return the error for a cluster that does not accept the token of this process, or got none."""
+    """Return the error for a cluster that rejects this process's token, or the lack of one."""
     mode = os.environ.get(_AUTH_MODE, "")
     file = os.environ.get(_AUTH_TOKEN_FILE) or os.path.expanduser("~/.ray/auth_token")
     if mode.lower() != "token":
@@ -233,20 +233,20 @@ def _refused(address: str) -> ClusterError:
 
 
 def location_of_actor() -> Location:
-    """Return where the actor that calls this runs, as an answer."""
+    """Return the location of the calling actor, as a ``located`` reply."""
     node_id = load_ray().get_runtime_context().get_node_id()
-    mode = os.environ.get(_AUTH_MODE, "")  # of the node's own processes: no program that connects can change it
+    mode = os.environ.get(_AUTH_MODE, "")  # set by the node; drivers cannot change it
     place = {"node_id": node_id, "node": socket.gethostname(), "pid": os.getpid()}
     return {"event": "located", "auth_mode": mode, **place}
 
 
 def cores_of_actor() -> int:
-    """Return the cores that are set aside for the actor that calls this."""
+    """Return the number of cores reserved for the calling actor."""
     return max(1, int(load_ray().get_runtime_context().get_assigned_resources().get("CPU", 1)))
 
 
 class ActorHandle(WorkerHandle):
-    """One actor, seen from the process that owns it."""
+    """The owner's handle of one Ray actor."""
 
     pid = 0
 
@@ -254,18 +254,18 @@ class ActorHandle(WorkerHandle):
         super().__init__(index, incarnation, Heartbeat(), "", math.inf)
         self.actor, self.node_id, self.is_killed = actor, "", False
         self.calls: deque[Any] = deque()
-        """Answers that are awaited, in the order in which they come."""
+        """Pending replies, in the order of their arrival."""
 
     def locate(self) -> None:
-        """Ask where it is."""
+        """Request the actor's location."""
         self.calls.append(self.actor.locate.remote())
 
     def awaited(self) -> list[Any]:
-        """Return the answers that may come next."""
+        """Return the replies that may arrive next."""
         return list(self.calls)[:1]
 
     def answered(self, answer: Any) -> None:
-        """Await an answer no more."""
+        """Remove a reply that has arrived."""
         self.calls.popleft()
 
     def kill(self) -> None:
@@ -275,8 +275,8 @@ class ActorHandle(WorkerHandle):
             load_ray().kill(self.actor, no_restart=True)
 
     def failure(self, error: Exception) -> FailureReport:
-        """Return how it ended, by the error of one of its answers."""
-        if node_died(error, self.node_id):  # Ray tells no more than ids of it
+        """Return a report of how the actor ended, given the error of one of its replies."""
+        if node_died(error, self.node_id):  # Ray's message has nothing but ids
             return FailureReport(self.index, f"is gone with its node {self.node}".rstrip(), lost=True)
         text = error_text(error)
         last = textwrap.shorten(text.splitlines()[-1], _LINE_LENGTH, placeholder=" ...")
@@ -287,7 +287,7 @@ Handle = TypeVar("Handle", bound=ActorHandle)
 
 
 class ActorPool(Generic[Handle]):
-    """Actors of one class, which answer ``{"event": ...}``: starts them and tells what they answer."""
+    """Actors of one class, whose replies are ``{"event": ...}``: starts them and receives their replies."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class ActorPool(Generic[Handle]):
         absence_timeout: float,
         concurrency_groups: dict[str, int] | None = None,
     ) -> None:
-        """Connect with the cluster; there may be no node for any worker for ``absence_timeout``, if one is needed."""
+        """Connect to the cluster. ``absence_timeout`` is how long no worker may have a node while there is work."""
         self._cluster = RayCluster(cfg.address, cfg.num_workers, cfg.placement)
         remote = load_ray().remote(concurrency_groups=concurrency_groups or {})(actor)
         self._actor = remote.options(**cfg.placement.actor_options())
@@ -307,26 +307,26 @@ class ActorPool(Generic[Handle]):
         self._names = NodeNames()
         self._room = RoomWatch(cfg.start_timeout, absence_timeout)
         self.is_needed = True
-        """Whether there is work; if not, nobody waits for a node."""
+        """Whether there is work; if not, ``absence_timeout`` does not apply."""
         self.workers: list[Handle] = []
 
     @property
     def awake_since(self) -> float:
-        """When this process was last suspended, and the workers perhaps with it."""
+        """Monotonic time at which this process last resumed from a suspension."""
         return self._hangs.awake_since
 
     def launch(self, index: int, incarnation: int, *arguments: Any) -> Handle:
-        """Ask for an actor; it waits in the cluster until a node has room for it."""
+        """Create an actor; it waits in the cluster until a node has room for it."""
         worker = self._handle(index, incarnation, self._actor.remote(*arguments))
         worker.locate()
         self.workers.append(worker)
         return worker
 
     def answers(self, seconds: float) -> Iterator[tuple[Handle, str, Any]]:
-        """Wait for answers; return each with its worker and its kind.
+        """Wait up to ``seconds`` for replies; yield each as ``(worker, kind, content)``.
 
-        ``located`` comes when an actor runs, again after it was ``unreachable``; ``failed`` brings a report: it has
-        ended, hung, or been unreachable for too long.
+        ``located`` is sent when an actor has started, and again after it was ``unreachable``. The content of ``failed``
+        is a ``FailureReport``: the actor has exited, hung, or been unreachable for too long.
         """
         if not RayCluster.is_alive():
             raise ClusterError("Ray was shut down while workers were running")
@@ -334,15 +334,15 @@ class ActorPool(Generic[Handle]):
         if seconds_without := self._room.check(self.workers, self.is_needed, self._hangs.awake_since):
             needs = {name: value for name, value in self._cfg.placement.to_dict().items() if value}
             raise ClusterError(
-                f"no node of the cluster had room for a worker for {seconds_without}: each needs {needs}; free are "
-                f"{load_ray().available_resources()}. Change placement, or add nodes"
+                f"no node of the cluster had room for a worker for {seconds_without}: each worker needs {needs}; free "
+                f"resources are {load_ray().available_resources()}. Change placement, or add nodes"
             )
         try:
             awaited = {answer: worker for worker in self.workers for answer in worker.awaited()}
             for answer, worker in _wait(awaited, seconds):
-                if answer in worker.awaited():  # else an answer before this one was its last
+                if answer in worker.awaited():  # else an earlier reply ended this worker
                     yield from self._read(worker, answer)
-        except (OSError, load_ray().exceptions.RayError) as error:  # those of single answers are dealt with there
+        except (OSError, load_ray().exceptions.RayError) as error:  # errors of single replies are handled in _read
             raise ClusterError(
                 f"the connection with the Ray cluster is lost ({error_text(error)}): the node of this machine or the "
                 "head is gone. See 'ray status'"
@@ -353,7 +353,7 @@ class ActorPool(Generic[Handle]):
                 yield worker, "failed", replace(report, lost=node_is_gone(worker.node_id))
 
     def stop(self, seconds: float = 0.0) -> None:
-        """End the actors and leave the cluster; one that was started here ends, and nothing of it is left here."""
+        """Kill the actors and disconnect; a private cluster is stopped."""
         for worker in self.workers:
             worker.kill()
         self.workers.clear()
@@ -364,14 +364,14 @@ class ActorPool(Generic[Handle]):
         ray = load_ray()
         try:
             content = ray.get(answer)
-        except ray.exceptions.ActorUnavailableError:  # it may be gone; Ray answers the next call once it knows
+        except ray.exceptions.ActorUnavailableError:  # Ray answers the next call once it knows the actor's state
             yield worker, "unreachable", None
             if worker.unreachable:
                 time.sleep(_RETRY_SECONDS)
             else:
-                worker.heartbeat.beat()  # from now on an answer is due
+                worker.heartbeat.beat()  # a reply is due from now on
             worker.unreachable = True
-            worker.calls.clear()  # what it was doing is given up
+            worker.calls.clear()  # its pending requests are abandoned
             worker.locate()
             return
         except ray.exceptions.RayError as error:
@@ -390,7 +390,7 @@ class ActorPool(Generic[Handle]):
 
 
 class RoomWatch:
-    """Notices that no node has room for any worker, be it at the start or because all nodes are gone."""
+    """Detects that no node has room for any worker, at the start or because all nodes are gone."""
 
     def __init__(self, start_timeout: float, absence_timeout: float) -> None:
         self._start, self._absence = start_timeout, absence_timeout
@@ -398,23 +398,25 @@ class RoomWatch:
         self._since = time.monotonic()
 
     def check(self, workers: Collection[WorkerHandle], is_needed: bool, awake_since: float) -> str:
-        """Return for how long there was no room, if that is too long; warn before."""
+        """Return the time without room, as text, if it exceeds the timeout, else ""; warn at half the timeout."""
         now = time.monotonic()
         if any(math.isfinite(worker.started) for worker in workers):
             self._had_room, self._warned, self._since = True, False, now
-        elif self._had_room and not (is_needed and workers):  # those that failed are asked for again after a pause
+        elif self._had_room and not (is_needed and workers):  # no worker is waiting for a node
             self._since = now
         passed = now - max(self._since, awake_since)
         if not self._had_room:
             return f"start_timeout ({self._start:g} s)" if passed > self._start else ""
         if passed > self._absence / 2 and not self._warned:
             self._warned = True
-            log.warning("no node of the Ray cluster has had a worker for %.0f s: all that had one are gone", passed)
-        return f"{self._absence:g} s, since all that had one are gone" if passed > self._absence else ""
+            log.warning(
+                "no node of the Ray cluster has had a worker for %.0f s: all nodes with workers are gone", passed
+            )
+        return f"{self._absence:g} s, since all nodes with workers are gone" if passed > self._absence else ""
 
 
 def _wait(awaited: Mapping[Any, Handle], seconds: float) -> Iterator[tuple[Any, Handle]]:
-    """Wait until one of the answers is there; return all that are."""
+    """Wait until a reply arrives; yield all that have arrived."""
     if not awaited:
         time.sleep(seconds)
         return
@@ -427,8 +429,8 @@ def _wait(awaited: Mapping[Any, Handle], seconds: float) -> Iterator[tuple[Any, 
 
 
 class NodeNames:
-    """Names for nodes: their host, with a number where a host has several of them (``box``, ``box#2``).
-    The name of a node that is gone is free for the next one. ``alive`` returns the ids of nodes that are there."""
+    """Names of nodes: their host name, with a number if a host has several nodes (``box``, ``box#2``).
+    Names of removed nodes are reused. ``alive`` returns the ids of the current nodes."""
 
     def __init__(self, alive: Callable[[], Collection[str]] | None = None) -> None:
         self._alive, self._names = alive or nodes_alive, dict[str, str]()
@@ -446,17 +448,18 @@ class NodeNames:
 
 
 def nodes_alive() -> set[str]:
-    """Return the ids of the nodes that are part of the cluster."""
+    """Return the ids of the cluster's current nodes."""
     return {node["NodeID"] for node in load_ray().nodes() if node["Alive"]}
 
 
 def node_is_gone(node_id: str) -> bool:
-    """Tell whether a node that was there is part of the cluster no more."""
+    """Return whether a node has left the cluster."""
     return bool(node_id) and node_id not in nodes_alive()
 
 
 def node_died(error: Exception, node_id: str) -> bool:
-    """Tell whether an actor ended because its node did, on which it ran, if ever; Ray tells the cause in words only."""
+    """Return whether an actor ended because its node died; ``node_id`` is "" if it was never placed on one.
+    Ray gives the cause in the text of the error only."""
     exceptions = load_ray().exceptions
     if isinstance(error, exceptions.ActorDiedError) and not error.actor_init_failed:
         return error.preempted or "its node has died" in str(error) or node_is_gone(node_id)
@@ -464,5 +467,5 @@ def node_died(error: Exception, node_id: str) -> bool:
 
 
 def error_text(error: Exception) -> str:
-    """Return what Ray says about an error, without colours; at least its name."""
+    """Return the message of an error without ANSI colours, or its class name if it is empty."""
     return _COLOURS.sub("", str(error)).strip() or type(error).__name__

@@ -1,7 +1,7 @@
-"""Memory that several processes share: anonymous segments, what fits into them, and the order of accesses to them.
+"""Shared memory between processes: anonymous segments, available memory, and memory barriers.
 
-A segment is known by its file descriptor alone, which pickling sends along. Nothing has to be unlinked: the kernel
-frees it when the last process that maps it is gone, however that ended.
+A segment is identified by its file descriptor, which pickling sends along. Nothing has to be unlinked: the kernel frees
+the memory when the last process that maps it has exited, even if it was killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUP_V2 = ("memory.max", "memory.current", "active_file", "inactive_file", "slab_reclaimable")
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file")
-"""Files with the limit and the usage of a group and those below it, and the names of what can be given up."""
+"""Files with a group's memory limit and usage, and the fields of ``memory.stat`` that count reclaimable memory."""
 
 
 class Segment:
@@ -35,7 +35,7 @@ class Segment:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         try:
-            # As torch rebuilds a tensor from a queue: it duplicates the descriptor, so tensors here can be sent on.
+            # As torch rebuilds a tensor from a queue. It duplicates the descriptor, so views can be sent on.
             storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise SharedMemoryError(
@@ -47,7 +47,7 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int, what: str) -> Segment:
-        """Reserve ``nbytes`` of zeros; ``what`` names them in the error if they do not fit."""
+        """Allocate ``nbytes`` of zeros; ``what`` names their purpose in the error if they do not fit."""
         available = available_bytes()
         if nbytes > available:
             raise SharedMemoryError(
@@ -66,7 +66,7 @@ class Segment:
         return cls(fd, nbytes)
 
     def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return the bytes from ``offset`` on as a tensor."""
+        """Return a view of the bytes from ``offset`` on as a tensor."""
         count = int(torch.Size(shape).numel())
         return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
 
@@ -84,10 +84,10 @@ def _attach(duplicate: Any, nbytes: int) -> Segment:
 
 
 def available_bytes() -> int:
-    """Return how much memory a new segment may take: what the machine has free, or less in a limited container."""
+    """Return the bytes available for a new segment, within the limits of the container (cgroup)."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    there = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    own = {"": "/", "memory": "/"}  # what a container does not tell is the root of what it sees
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    own = {"": "/", "memory": "/"}  # by default, the root that a container sees
     for line in _lines(_OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
         own.update(dict.fromkeys(controllers.split(","), path))
@@ -98,12 +98,12 @@ def available_bytes() -> int:
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(root):
-                there = min(there, _room_in_cgroup(folder, names, there))
-    return there
+                available = min(available, _room_in_cgroup(folder, names, available))
+    return available
 
 
 def _room_in_cgroup(folder: Path, names: tuple[str, ...], unlimited: int) -> int:
-    """Return what a control group leaves; cached pages of files are given up when memory is needed: they are free."""
+    """Return the bytes that a cgroup has left, counting reclaimable page cache as free."""
     limit, usage = _lines(folder / names[0]), _lines(folder / names[1])
     if not limit or not usage or not limit[0].isdigit():
         return unlimited
@@ -113,7 +113,7 @@ def _room_in_cgroup(folder: Path, names: tuple[str, ...], unlimited: int) -> int
 
 
 def _room_in_address_space() -> int:
-    """Return how much more memory this process may map."""
+    """Return the bytes that this process may still map (``ulimit -v``)."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
@@ -129,15 +129,15 @@ def _lines(path: Path) -> list[str]:
 
 
 def format_bytes(count: int) -> str:
-    """Return a byte count as a person would say it."""
+    """Format a byte count with a unit, such as ``1.5 GiB``."""
     power = min(max(count.bit_length() - 1, 0) // 10, 4)
     return f"{count / 1024**power:.1f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def tensor_of(array: NDArray[np.uint8]) -> Tensor:
-    """Return the memory of an array of bytes as a tensor, without a copy; the tensor keeps the array alive.
+    """Return a tensor that shares the memory of a byte array and keeps the array alive.
 
-    The array may be read-only, as those of Ray are: do not write to the tensor then.
+    The array may be read-only, as Ray's are; then do not write to the tensor.
     """
     if not array.size:
         return torch.empty(0, dtype=torch.uint8)
@@ -148,14 +148,14 @@ def tensor_of(array: NDArray[np.uint8]) -> Tensor:
 
 # --- memory order -------------------------------------------------------------------------------------------------
 #
-# Frames must become visible after the odd sequence counter and before the even one, and be loaded between the two reads
+# Frames must become visible after the odd sequence number and before the even one, and be loaded between the two reads
 # of it. x86-64 keeps stores in order and loads in order (total store order), and the C library ends its streaming
-# copies with a store fence. Elsewhere a full barrier is needed; Python has none, but the kernel does.
+# copies with a store fence. Other architectures need a full barrier, for which Python has to call the kernel.
 
 _MEMBARRIER = 283
-"""The number of the system call in the generic table that arm64 and riscv use."""
+"""System call number in the generic table, which arm64 and riscv use."""
 _GLOBAL_EXPEDITED = 2
-"""A full barrier in the caller; costs interrupts only in processes that registered for them, and nobody does."""
+"""Full barrier in the caller; interrupts only processes that registered for it, and none does."""
 
 
 _KEEPS_ORDER = platform.machine().lower() in {"x86_64", "amd64", "i686"}

@@ -1,6 +1,6 @@
 """Reinforcement learning: PPO and GRPO on TensorDict rollouts.
 
-Read ``models/policy.py``, ``collector/sync_collector.py`` and ``algo/ppo.py``, in this order.
+Read ``models/policy.py``, ``collector/sync_collector.py`` and ``algo/ppo.py`` first, in this order.
 """
 
 from typing import TYPE_CHECKING

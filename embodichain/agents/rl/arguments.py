@@ -1,4 +1,4 @@
-"""The words after ``embodichain train``; reading them imports nothing heavy, so that mistakes are answered at once."""
+"""The arguments of ``embodichain train``; parsing them imports nothing heavy, so that mistakes are reported at once."""
 
 import argparse
 import sys
@@ -12,16 +12,16 @@ from embodichain.errors import ConfigError
 _USAGE = """usage: embodichain train CONFIG [--trainer.num_envs 128 ...] [--seeds 0..4 --jobs 2] [--trust MODULE ...]
        embodichain train --resume RUN [--trainer.iterations 2000 ...] [--trust MODULE ...]
 
-Train a policy as a train_config.json (or .yaml) says, or continue a run as if it had never stopped.
+Train a policy from a train_config.json (or .yaml), or resume a run exactly where it stopped.
 
-  CONFIG, --config CONFIG   the config's file; or the name of a task or of any Gymnasium environment, which is trained
-                            with the config that is shipped for it, or else with defaults
+  CONFIG, --config CONFIG   config file; or the name of a task or of any Gymnasium environment, which uses the config
+                            shipped for it, or else defaults
   --resume RUN              folder of a run, or of one of its checkpoints
-  --seeds 0..4              train once with each of these seeds, in a folder of their own; the same command continues it
-  --jobs 2                  with --seeds: how many are trained at the same time
-  --trust MODULE            import this module of your own (its name, or its .py file), which registers a policy,
-                            algorithm or environment
-  --viewer                  show the environments in the browser while they train
+  --seeds 0..4              train once with each of these seeds, in a common folder; the same command resumes it
+  --jobs 2                  with --seeds: number of trainings at the same time
+  --trust MODULE            import your own module (its name, or its .py file), which registers a policy, algorithm or
+                            environment
+  --viewer                  show the environments in the browser during training
   --SECTION.FIELD VALUE     change any field; 'embodichain train CONFIG --help' lists them
 """
 
@@ -31,12 +31,12 @@ SWITCHES = (
     *(f"algorithm.cfg.{name}" for name in ("normalize_advantage", "normalize_reward", "clip_value_loss")),
     *(f"algorithm.cfg.{name}" for name in ("cuda_graphs", "reset_every_rollout", "truncate_at_first_done")),
 )
-"""Flags that need no value, known before anything heavy is imported."""
+"""Flags that need no value, listed here so that parsing imports nothing heavy."""
 _LOOKS_LIKE_CONFIG = r"\.(json|ya?ml)$|RL$|-v\d+$"
 
 
 def parse_args(argv: Sequence[str] | None = None, usage: str = _USAGE) -> argparse.Namespace:
-    """Parse the arguments of a command line: ``config`` or ``resume`` (paths), ``trust``, ``viewer``, ``overrides``."""
+    """Parse a command line; the result has ``config`` or ``resume`` (paths), the other options, and ``overrides``."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"--config", "--resume"} & {word.partition("=")[0] for word in words}:
         own = ("distributed", "no_distributed", "viewer", "dagger", "help", "h")
@@ -71,21 +71,21 @@ def parse_args(argv: Sequence[str] | None = None, usage: str = _USAGE) -> argpar
 
 
 def given_environment(overrides: Sequence[str]) -> str | None:
-    """Return the value of ``--trainer.gym_config`` that names an environment in place of the config's own."""
+    """Return the value of ``--trainer.gym_config`` if it names an environment or file, else ``None``."""
     given = given_value(overrides, "trainer.gym_config")[0]
     return None if given is None or given.lstrip().startswith("{") else given
 
 
 def given_origins(overrides: Sequence[str]) -> tuple[str | None, str | None]:
-    """Return the environment that takes the place of the config's own, and the run that the policy begins from."""
+    """Return the values of ``--trainer.gym_config`` and ``--trainer.init_from``, ``None`` if not given."""
     return given_environment(overrides), given_value(overrides, "trainer.init_from")[0]
 
 
 def given_value(overrides: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return the value of a flag, if it is given with one, and the other words."""
+    """Return the value of a flag (``None`` if it is not given), and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(f"--{name}", dest="given")
-    with suppress(argparse.ArgumentError):  # what is wrong with it is told when all flags are parsed
+    with suppress(argparse.ArgumentError):  # reported later, when all flags are parsed
         args, others = parser.parse_known_args(list(overrides))
         return args.given, others
     return None, list(overrides)

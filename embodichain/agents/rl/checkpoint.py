@@ -1,13 +1,13 @@
-"""Checkpoints: one folder with ``state.json`` and ``tensors.safetensors``, written whole or not at all.
+"""Checkpoints: folders with ``state.json`` and ``tensors.safetensors``, written atomically.
 
 ``state.json`` is ``{"format": "embodichain-checkpoint", "version": 1, "tensors": {"bytes", "crc32"}, "crc32",
-"state"}``. ``state`` is nested data, which names the tensors of the other file; the first ``crc32`` is that of the
-tensor file, the second that of ``state`` written without blanks. Any change of a byte is noticed.
+"state"}``. ``state`` is nested data that refers to the tensors by name. ``tensors.crc32`` is the checksum of the tensor
+file, ``crc32`` that of ``state`` as JSON without whitespace. So any changed byte is detected.
 
-A run's checkpoints hold ``config`` (the resolved config), ``spaces``, ``policy`` (its normaliser included),
-``algorithm`` (optimiser and schedules), ``collector``, ``env`` (the simulation), ``random`` (all generators) and
-``trainer`` (counters): everything the next iteration depends on. In a data-parallel run, ``collector``, ``env`` and
-``random`` are the first rank's, and ``other_ranks`` lists those of the others.
+Checkpoints of a run hold everything the next iteration depends on: ``config`` (the resolved config), ``spaces``,
+``policy`` (with its normaliser), ``algorithm`` (optimiser and schedules), ``collector``, ``env`` (the simulation),
+``random`` (all generators) and ``trainer`` (counters). In a data-parallel run, ``collector``, ``env`` and ``random``
+are those of the first rank, and ``other_ranks`` lists those of the others.
 """
 
 import contextlib
@@ -52,15 +52,19 @@ CHECKPOINTS, BEST = "checkpoints", "best"
 _STEP = re.compile("step_([0-9]+)")
 _COPY = re.compile(r"\.(step_[0-9]+)\.[0-9]+\.partial")
 _FORMER = ".former"
-"""How the name of a checkpoint ends while another one takes its place."""
+"""Suffix of a checkpoint that is being replaced."""
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What the file system says about a checkpoint that is not whole."""
+"""Errors that mean that files of a checkpoint are missing."""
+_GIVEN_BY_ENV = ("observation", "reward")
+"""Parts of a rollout that the environment returned."""
+_FROM_ENV = "check how the environment computes it ('embodichain envs check ENV' looks for such values)"
+_FROM_TRAINING = "lower the learning rate or look for what produced it"
 
 PathLike = str | os.PathLike[str]
 
 
 def save_checkpoint(path: PathLike, state: Mapping[str, Any]) -> Path:
-    """Write nested data as a checkpoint folder; it appears complete, and replaces one of the same name."""
+    """Write nested data as a checkpoint folder, which atomically replaces one of the same name."""
     target = Path(path)
     data, tensors = flatten(dict(state), separate=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -81,7 +85,7 @@ def save_checkpoint(path: PathLike, state: Mapping[str, Any]) -> Path:
 
 
 def load_checkpoint(path: PathLike) -> dict[str, Any]:
-    """Read a checkpoint folder, tensors on the CPU; ``CheckpointError`` if anything in it is not as it was written."""
+    """Read a checkpoint folder, with tensors on the CPU; raise ``CheckpointError`` if it is damaged."""
     folder = Path(path)
     with reading_checkpoint(str(folder)):
         document = _read_document(folder / STATE_FILE)
@@ -105,9 +109,9 @@ def load_checkpoint(path: PathLike) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading_checkpoint(source: str) -> Iterator[None]:
-    """Turn whatever is raised by content that nobody would have saved into one ``CheckpointError``.
+    """Turn any error inside the block into a ``CheckpointError``.
 
-    It is a ``CheckpointUnreadableError`` if the reason is not the content.
+    It is a ``CheckpointUnreadableError`` if the cause may not be the content, such as an I/O error.
     """
     try:
         yield
@@ -120,7 +124,7 @@ def reading_checkpoint(source: str) -> Iterator[None]:
         raise CheckpointUnreadableError(
             f"{source} cannot be read: {reason}. That need not be its fault: try again, or move it away"
         ) from error
-    except Exception as error:  # content of the wrong kind may make anything of what it is given to fail
+    except Exception as error:  # invalid content may raise anything
         reason = (str(error).strip() or "no further message").splitlines()[0]
         raise CheckpointError(f"{source} cannot be read: {type(error).__name__}: {reason}") from error
 
@@ -133,7 +137,7 @@ def check_parts(state: Mapping[str, Any], source: PathLike, *parts: str) -> None
 
 
 def find_checkpoint(path: PathLike, which: Literal["best", "latest"] = "latest") -> Path:
-    """Return a checkpoint's folder, given that folder or the folder of a run; without a best one, it is the latest."""
+    """Return the folder of a checkpoint, given it or the folder of a run; without a best one, it is the latest."""
     given = Path(path)
     if is_checkpoint(given):
         return given
@@ -142,22 +146,32 @@ def find_checkpoint(path: PathLike, which: Literal["best", "latest"] = "latest")
         return folder / BEST
     steps = list_checkpoints(folder)
     if not steps:
-        raise CheckpointError(f"{given}: expected a checkpoint or a run with a checkpoint in it, found neither")
+        raise no_checkpoint(given)
     return steps[-1]
 
 
+def no_checkpoint(path: Path) -> CheckpointError:
+    """Return the error for a folder that is neither a checkpoint nor a run with one; it names runs in subfolders."""
+    shown = str(path) if str(path).isprintable() else ascii(str(path))
+    below = [] if "\0" in str(path) else sorted(found.parent for found in path.glob(f"*/{CHECKPOINTS}"))
+    if not below:
+        return CheckpointError(f"{shown}: expected a checkpoint or a run with a checkpoint in it, found neither")
+    others = f" or another one of {len(below)}" if len(below) > 1 else ""
+    return CheckpointError(f"{shown} holds several runs: name one of them, {below[0]}{others}")
+
+
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether there is something to load in a folder; ``load_checkpoint`` finds out whether it is intact."""
+    """Return whether a folder looks like a checkpoint; ``load_checkpoint`` checks whether it is intact."""
     return os.path.isfile(path / STATE_FILE)
 
 
 def list_checkpoints(folder: Path, damaged: bool = False) -> list[Path]:
-    """Return the complete checkpoints ``step_000000001234`` of a folder, also those being overwritten, oldest first.
+    """Return the checkpoints ``step_000000001234`` in a folder, including those being replaced, oldest first.
 
-    ``damaged`` adds folders of that name without ``state.json``. Anything with another name is the user's own.
+    ``damaged`` adds folders of that name without ``state.json``. Other names are ignored, as they belong to the user.
     """
     try:
-        names = sorted(os.listdir(folder))  # .step_... comes before step_..., which counts more
+        names = sorted(os.listdir(folder))  # .step_... comes before step_..., which takes precedence
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:  # a NUL in the name
@@ -170,15 +184,15 @@ def list_checkpoints(folder: Path, damaged: bool = False) -> list[Path]:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """Return the step that a checkpoint of ``list_checkpoints`` was saved at."""
+    """Return the step at which a checkpoint of ``list_checkpoints`` was saved."""
     return int(_final_name(checkpoint).removeprefix("step_"))
 
 
 def restore_former(folder: Path) -> None:
-    """Name checkpoints whose process was killed before it could; no other one may be writing to the folder.
+    """Finish or undo the renames of a process that was killed while saving; no other process may write to the folder.
 
-    A complete copy takes the name that it was written for if no checkpoint has it. Otherwise one that was about to be
-    overwritten gets it back.
+    A complete new checkpoint gets its final name if that is free. Otherwise, one that was being replaced gets its name
+    back.
     """
     copies = [copy for copy in folder.glob(".step_*.partial") if _COPY.fullmatch(copy.name) and is_checkpoint(copy)]
     for copy in sorted(copies, key=lambda copy: (copy / STATE_FILE).stat().st_mtime_ns, reverse=True):
@@ -188,7 +202,7 @@ def restore_former(folder: Path) -> None:
                 copy.rename(target)
         except CheckpointUnreadableError:
             raise
-        except CheckpointError:  # it was not complete
+        except CheckpointError:  # incomplete
             continue
     for former in folder.glob(f".*{_FORMER}"):
         target = former.with_name(_final_name(former))
@@ -204,7 +218,7 @@ def _final_name(checkpoint: Path) -> str:
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load weights into a module; ``CheckpointError`` names the first parameter that does not fit."""
+    """Load weights into a module; raise ``CheckpointError`` for the first parameter that does not fit."""
     here, there = ({name: list(tensor.shape) for name, tensor in w.items()} for w in (module.state_dict(), weights))
     for name in here | there:
         if name not in there:
@@ -228,8 +242,8 @@ def load_policy(
 ) -> Policy:
     """Return the trained policy of a run or checkpoint, in evaluation mode and without gradients.
 
-    It is built for the spaces of ``env`` where one is given, else for those it was trained with. A policy class of the
-    user's own needs its module among ``trusted_modules``. To train it further, call ``policy.requires_grad_()``.
+    It is built for the spaces of ``env`` if given, else for those it was trained with. The module of a user-defined
+    policy class must be in ``trusted_modules``. To train it further, call ``policy.requires_grad_()``.
     """
     folder = find_checkpoint(path, which)
     state = load_checkpoint(folder)
@@ -269,7 +283,7 @@ def _read_document(file: Path) -> dict[str, Any]:
 
 
 def _is_file(path: Path) -> bool:
-    """Tell whether there is a file; unlike ``os.path.isfile``, an error that says nothing about that is raised."""
+    """Return whether a path is a file; unlike ``os.path.isfile``, I/O errors are raised."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (*_ABSENT, ValueError):  # a NUL in the name
@@ -293,7 +307,7 @@ def _file_crc(file: Path) -> int:
 
 
 def _sync(path: Path) -> None:
-    """Have the operating system write a file, or the entries of a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -302,7 +316,7 @@ def _sync(path: Path) -> None:
 
 
 def _replace(partial: Path, target: Path) -> None:
-    """Name a finished folder; an older one keeps a name that ``list_checkpoints`` knows until the new one is there."""
+    """Rename a complete folder; an older one keeps a name that ``list_checkpoints`` finds until that is done."""
     former = target.with_name(f".{target.name}{_FORMER}")
     if target.exists():
         shutil.rmtree(former, ignore_errors=True)
@@ -317,30 +331,33 @@ def _replace(partial: Path, target: Path) -> None:
 
 
 class NanGuard:
-    """Stops a run at the first NaN or infinity in a rollout or an update, and saves what is needed to find its cause.
+    """Stops a run at the first NaN or infinity in a rollout or an update, and saves the data to find its cause.
 
-    ``load_checkpoint`` reads it: ``rollout`` (the failing batch ``[num_envs, num_steps]``), ``env_before``
-    (``set_state`` and the rollout's actions repeat it), ``env_after`` and ``policy``.
+    ``load_checkpoint`` reads that data: ``rollout`` (the failing batch ``[num_envs, num_steps]``), ``env_before``
+    (replay it with ``set_state`` and the rollout's actions), ``env_after`` and ``policy``.
     """
 
     def __init__(self, env: VecEnv | None, policy: Policy, folder: Path) -> None:
-        """Watch a policy; ``env`` is saved as well, and is ``None`` if another thread or process steps it."""
+        """``env`` is saved as well; ``None`` if another thread or process steps it."""
         self.env, self.policy, self.folder = env, policy, folder
         self._before: TensorDict | None = None
 
     def before_rollout(self) -> None:
-        """Remember the simulation, so that a failing rollout can be repeated."""
+        """Keep the state of the simulation, so that a failing rollout can be replayed."""
         self._before = self._simulation()
 
     def check_rollout(self, rollout: TensorDictBase, step: int) -> None:
         """Raise ``NotFiniteError`` if anything in a rollout is not finite."""
-        leaves = rollout.items(include_nested=True, leaves_only=True)
-        found = _not_finite(("/".join(key) if isinstance(key, tuple) else key, leaf) for key, leaf in leaves)
+        items = rollout.items(include_nested=True, leaves_only=True)
+        leaves = [("/".join(key) if isinstance(key, tuple) else key, leaf) for key, leaf in items]
+        leaves.sort(key=lambda item: not item[0].startswith(_GIVEN_BY_ENV))  # the causes first
+        found = _not_finite(leaves)
         if found is not None:
             name, leaf = found
             env, when = (~leaf.isfinite()).reshape(*leaf.shape[:2], -1).any(-1).nonzero()[0].tolist()
             where = f"{name} of env {env} in step {when} of the rollout that began at step {step}"
-            self._fail(f"{where} is {leaf[env, when].flatten()[:8].tolist()}", rollout)
+            what = f"{where} is {leaf[env, when].flatten()[:8].tolist()}"
+            self._fail(what, rollout, _FROM_ENV if name.startswith(_GIVEN_BY_ENV) else _FROM_TRAINING)
 
     def check_update(self, measures: Mapping[str, float], rollout: TensorDictBase, step: int) -> None:
         """Raise ``NotFiniteError`` if an update gave a loss or a parameter that is not finite."""
@@ -354,21 +371,21 @@ class NanGuard:
     def _simulation(self) -> TensorDict | None:
         try:
             return self.env.get_state() if self.env is not None and self.env.supports_state else None
-        except (WorkerError, EnvironmentHungError):  # its process is gone: the collector deals with that
+        except (WorkerError, EnvironmentHungError):  # the collector handles a lost process
             return None
 
-    def _fail(self, what: str, rollout: TensorDictBase) -> None:
+    def _fail(self, what: str, rollout: TensorDictBase, advice: str = _FROM_TRAINING) -> None:
         state = {"message": what, "rollout": rollout, "env_before": self._before, "env_after": self._simulation()}
         saved = save_checkpoint(self.folder, state | {"policy": self.policy.state_dict()})
         raise NotFiniteError(
-            f"{what}. The rollout, the simulation before and after it, and the policy are saved in {saved}; lower the "
-            "learning rate or look for what produced it. trainer.nan_guard=false trains on regardless."
+            f"{what}. The rollout, the simulation before and after it, and the policy are saved in {saved}; {advice}. "
+            "trainer.nan_guard=false trains on regardless."
         )
 
 
 def _not_finite(named: Iterable[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
-    """Return the first floating-point tensor with a NaN or an infinity in it, and its name."""
-    # One sum per tensor, for which nothing is allocated, finds out whether there is any. It may overflow without one.
+    """Return name and tensor of the first floating-point tensor that contains NaN or infinity."""
+    # The sums detect any without allocating memory. A sum may also overflow, so the tensors are checked afterwards.
     floating = [(name, tensor) for name, tensor in named if tensor.is_floating_point()]
     if not floating or bool(torch.stack([t.sum(dtype=torch.float64) for _, t in floating]).isfinite().all()):
         return None

@@ -1,4 +1,4 @@
-"""The shape of a ``train_config.json``, how it is completed and checked, and warnings about its settings."""
+"""The config classes of ``train_config.json``; how a config is loaded, completed, overridden and checked."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from embodichain.agents.rl.arguments import given_environment, given_value
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.default_config import config_of_environment
 from embodichain.agents.rl.models.actor_critic import NetworkPolicy
+from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.registry import PolicyBlock, check_policy, get_policy_class, policy_schemas
 from embodichain.agents.rl.run_config import (
     FILE_SUFFIXES,
@@ -25,7 +26,9 @@ from embodichain.agents.rl.run_config import (
     RunSettings,
     attempt,
     environment_settings,
+    is_clone,
     joined_errors,
+    known_environment,
     policy_to_begin_from,
     problem_lines,
 )
@@ -48,20 +51,22 @@ from embodichain.envs.physics.mujoco_cpu import available_cores
 from embodichain.errors import ConfigError, EmbodiChainError
 from embodichain.extras import check_trusted, config_folders, import_trusted
 
+_CLONE_WARMUP = 10
+"""Updates that train only the critic, for a policy that was imitated."""
 _USED_BY_SYNC = ("pipeline_stages", "env_processes")
 _USED_BY_ENV_PROCESSES = ("max_restarts", "step_timeout", "start_timeout")
 _RANKS_OWN = ("trainer.run_dir", "trainer.output_dir")
-"""Fields in which ranks may differ: of the folders, those of the first rank are used."""
+"""Fields in which ranks may differ, as only the first rank uses them."""
 _LOG = logging.getLogger(__name__)
 _C = TypeVar("_C", bound=RunConfig)
 
 
 @configclass
 class TrainerCfg(RunSettings):
-    """The block ``trainer``: how long, how much at a time, and what is kept. Steps are those of all envs and ranks."""
+    """The block ``trainer``: length, rollouts, evaluation and output. Steps are counted over all envs and ranks."""
 
     num_envs: NumEnvs | None = None
-    """Number of environments stepped together, on each rank; default: what gym_config says."""
+    """Number of parallel environments on each rank; default: gym_config.num_envs."""
     buffer_size: Annotated[int, Field(ge=1, le=2**24)] = 32
     """Steps per environment and rollout."""
     iterations: Count | None = None
@@ -69,20 +74,20 @@ class TrainerCfg(RunSettings):
     total_steps: Count | None = None
     """Training ends after this many environment steps."""
     collector: CollectorBlock = AsyncCfg()
-    """How rollouts are collected; the mode sync uses pipeline_stages and env_processes alone, with their timeouts and
-    restarts. ``ray`` collects in a cluster, whatever the mode."""
+    """How rollouts are collected. Mode sync uses only pipeline_stages and env_processes, with their timeouts and
+    restarts. Worker ``ray`` collects in a cluster, whatever the mode."""
     model_type: Literal["standard", "vla"] | None = None
-    """Alias of collector.mode: standard is sync, vla is async. Where it is given, it decides."""
+    """Alias of collector.mode, which it overrides: standard is sync, vla is async."""
     collect_threads: Threads | None = None
-    """Torch's threads while collecting; default: one for small policies."""
+    """Number of torch threads while collecting; default: one for small policies."""
 
     @property
     def collects_async(self) -> bool:
-        """Whether rollouts are collected while others are learned from, or elsewhere."""
+        """Whether rollouts are collected in the background or in a cluster."""
         return self.collector.mode == "async" or self.collector.worker == "ray"
 
     def with_mode(self) -> TrainerCfg:
-        """Return these settings with ``collector.mode`` in the place of its alias."""
+        """Return these settings with the alias ``model_type`` replaced by ``collector.mode``."""
         if self.model_type is None:
             return self
         mode: Literal["sync", "async"] = "async" if self.model_type == "vla" else "sync"
@@ -94,9 +99,9 @@ class AlgorithmBlock(Config):
     """The block ``algorithm``."""
 
     name: str = "ppo"
-    """Registered name."""
+    """Registered name: ppo, grpo, distill, or one that your own module registers."""
     cfg: dict[str, Any] = {}
-    """Its settings."""
+    """Settings of the algorithm."""
 
 
 @configclass
@@ -115,19 +120,26 @@ def load_train_config(
     gym_config: str | None = None,
     init_from: str | None = None,
 ) -> TrainCfg:
-    """Read a training config, put its environment's settings into it, and add the defaults of its algorithm.
+    """Load and complete a training config.
 
-    ``path`` may also be the name of an environment, whose config is the one that is shipped for it, or else defaults.
-    Its policy is that of the run ``init_from``, if one is given. ``gym_config`` takes the place of the file's, which is
-    not read then.
+    ``path`` may also be the name of an environment: its shipped config is used, or else defaults, with the policy of
+    the run ``init_from`` if given. ``gym_config`` replaces that of the file, which is then not read.
     """
     file = find_shipped(path)
     if file.suffix in FILE_SUFFIXES or file.is_file():
         given = load_config(file)
+        if "source" in given:
+            problem = f"it has a source to imitate, and is one of another command: embodichain imitate {path}"
+            raise ConfigError(problem, str(file))
     else:
         import_trusted(trusted_modules, config_folders())
         given, file = config_of_environment(str(path), trusted_modules)
         given["policy"] = policy_to_begin_from(init_from, given["policy"])
+        has_critic = bool(get_policy_class(given["policy"].get("name", PolicyBlock().name)).critic_parts)
+        if has_critic and given["algorithm"]["name"] == "ppo" and is_clone(init_from):
+            settings = {"value_warmup": _CLONE_WARMUP} | given["algorithm"]["cfg"]
+            given["algorithm"] = given["algorithm"] | {"cfg": settings}
+            _LOG.info("value_warmup: %d, as the critic of a clone is untrained", settings["value_warmup"])
     data, problems = translate_train_config(given, str(file))
     if gym_config is not None and isinstance(data.get("trainer"), dict):
         data["trainer"]["gym_config"] = gym_config
@@ -136,19 +148,20 @@ def load_train_config(
     except ConfigError as error:
         problems += error.problems
     if problems:
+        import_trusted(trusted_modules, config_folders(file))  # they may register the names
         raise ConfigError(problems + _problems_below(data, file.parent), str(file))
     return complete(cfg, trusted_modules, str(file), file.parent)
 
 
 def _problems_below(data: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return what is wrong with the environment and the algorithm of a config that is wrong anyway."""
+    """Return further problems in the environment, algorithm and policy of an invalid config, to report all at once."""
     errors: list[EmbodiChainError] = []
     trainer, algorithm = (
         data[name] if isinstance(data.get(name), Mapping) else {} for name in ("trainer", "algorithm")
     )
     if isinstance(given := trainer.get("gym_config"), str | Mapping):
-        attempt(errors, lambda: environment_settings(given, folder))
-    if not trainer.get("import_modules"):  # they may register the names
+        attempt(errors, lambda: known_environment(given, folder))
+    if not trainer.get("import_modules"):  # which may register the names
         name, settings, policy = algorithm.get("name", "ppo"), algorithm.get("cfg", {}), data.get("policy")
         if isinstance(settings, Mapping):
             attempt(errors, lambda: _algorithm_settings(str(name), settings))
@@ -158,34 +171,34 @@ def _problems_below(data: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _algorithm_settings(name: str, settings: Mapping[str, Any], folder: Path | None = None) -> Config:
-    """Return checked settings; paths are relative to ``folder``."""
+    """Return the checked settings of an algorithm; relative paths are resolved against ``folder``."""
     return get_algo_class(name).cfg_type.from_dict(settings, source="algorithm.cfg").located(folder or Path.cwd())
 
 
 def complete(
     cfg: TrainCfg, trusted_modules: Collection[str] = (), source: str = "config", folder: Path | None = None
 ) -> TrainCfg:
-    """Import trusted modules, then fill in what other files and defaults give; paths are relative to ``folder``."""
+    """Import trusted modules, add environment settings and defaults, and resolve paths against ``folder``."""
     folder = Path.cwd() if folder is None else folder
     check_trusted(cfg.trainer.import_modules, trusted_modules, source)
     import_trusted(trusted_modules, [folder, Path.cwd()])
     missing = cfg.validate()
     errors: list[EmbodiChainError] = [ConfigError(f"{name}: expected a value, got none", "") for name in missing]
-    environment = None if missing else attempt(errors, lambda: environment_settings(cfg.trainer.gym_config, folder))
+    environment = None if missing else attempt(errors, lambda: known_environment(cfg.trainer.gym_config, folder))
     settings = {"device": cfg.trainer.device, **cfg.algorithm.cfg}
     checked = attempt(errors, lambda: _algorithm_settings(cfg.algorithm.name, settings, folder))
     attempt(errors, lambda: check_policy(cfg.policy))
     if environment is None or checked is None or errors:
         raise joined_errors(errors, source)
-    begun = cfg.trainer.init_from if cfg.trainer.init_from is None else find_beside(cfg.trainer.init_from, folder)
-    trainer = cfg.trainer.with_mode().replace(gym_config=environment, init_from=begun)
+    init_from = cfg.trainer.init_from if cfg.trainer.init_from is None else find_beside(cfg.trainer.init_from, folder)
+    trainer = cfg.trainer.with_mode().replace(gym_config=environment, init_from=init_from)
     return cfg.replace(trainer=trainer, algorithm=cfg.algorithm.replace(cfg=checked.to_dict()))
 
 
 def override(
     cfg: TrainCfg, words: list[str], prog: str = "embodichain train", trusted_modules: Collection[str] = ()
 ) -> TrainCfg:
-    """Return a completed config with flags such as ``--trainer.num_envs 128`` applied, ready to be run."""
+    """Apply flags such as ``--trainer.num_envs 128`` to a completed config, and check the result."""
     cfg, words = with_choices(_with_algorithm(cfg, words), words)
     changed = parse_overrides(cfg, words, prog, "Train a policy.", schemas_of(cfg)) if words else cfg
     named = [name for name in changed.trainer.import_modules if name not in cfg.trainer.import_modules]
@@ -194,15 +207,16 @@ def override(
     device, before = changed.trainer.device, cfg.trainer.device
     is_set = any(word.partition("=")[0] == "--algorithm.cfg.device" for word in words)
     if device != before and changed.algorithm.cfg["device"] == before and not is_set:
-        algorithm = changed.algorithm.replace(cfg=changed.algorithm.cfg | {"device": device})  # it learns where it acts
+        # --trainer.device moves the algorithm, too
+        algorithm = changed.algorithm.replace(cfg=changed.algorithm.cfg | {"device": device})
         changed = changed.replace(algorithm=algorithm)
     return _checked(changed)
 
 
 def with_choices(cfg: _C, words: list[str]) -> tuple[_C, list[str]]:
-    """Return a config with the environment and the policy that flags choose, and the flags that are left.
+    """Apply the flags that choose an environment or a policy; return the config and the remaining flags.
 
-    What the config says of another policy goes with it, as far as the chosen one does not have it.
+    If the policy changes, settings of the old one are kept where the new one has them, and dropped otherwise.
     """
     if (given := given_environment(words)) is not None:
         cfg = cfg.replace(trainer=cfg.trainer.replace(gym_config=environment_settings(given, Path.cwd())))
@@ -211,37 +225,48 @@ def with_choices(cfg: _C, words: list[str]) -> tuple[_C, list[str]]:
     if policy is not None and policy != cfg.policy.get("name"):
         own = {key: value for key, value in cfg.policy.items() if key not in ("name", "action_dim", "cfg")}
         own |= cfg.policy.get("cfg", {})
-        settings = _that_apply(own, get_policy_class(policy).settings_type(), f"policy.name {policy}", "policy")
+        settings = _applicable_settings(
+            own, get_policy_class(policy).settings_type(), f"policy.name {policy}", "policy"
+        )
         kept = {key: value for key, value in cfg.policy.items() if key == "action_dim"}
         cfg = cfg.replace(policy={"name": policy, **kept, **({"cfg": settings} if "cfg" in cfg.policy else settings)})
-    return cfg, words
+    return cfg.replace(policy=_with_model(cfg.policy, words)), words
+
+
+def _with_model(policy: Mapping[str, Any], words: list[str]) -> dict[str, Any]:
+    """Return the policy block with the model that flags choose, whose settings are flags as well."""
+    chosen = {name: given_value(words, f"policy.vla_config.{name}")[0] for name in ("model_class", "model_path")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    return {**policy, "vla_config": {**(policy.get("vla_config") or {}), **chosen}} if chosen else dict(policy)
 
 
 def _with_algorithm(cfg: TrainCfg, words: list[str]) -> TrainCfg:
-    """Return a config with the algorithm that a flag chooses, and those of its settings that this one has."""
+    """Apply the flag that chooses an algorithm; changed settings of the old one are kept where the new one has them."""
     algorithm = given_value(words, "algorithm.name")[0]
     if algorithm is None or algorithm == cfg.algorithm.name:
         return cfg
     usual = {flag.name: to_plain(flag.default) for flag in flags_of({}, get_algo_class(cfg.algorithm.name).cfg_type)}
     own = {key: value for key, value in cfg.algorithm.cfg.items() if key == "device" or value != usual.get(key)}
     known = get_algo_class(algorithm).cfg_type
-    settings = _that_apply(own, known, f"algorithm.name {algorithm}", "algorithm.cfg")
+    settings = _applicable_settings(own, known, f"algorithm.name {algorithm}", "algorithm.cfg")
     return cfg.replace(algorithm=AlgorithmBlock(name=algorithm, cfg=settings))
 
 
-def _that_apply(settings: Mapping[str, Any], cls: type[Config] | None, chosen: str, block: str) -> dict[str, Any]:
-    """Return those settings of a block that a chosen class takes; one line tells which others are left out."""
+def _applicable_settings(
+    settings: Mapping[str, Any], cls: type[Config] | None, chosen: str, block: str
+) -> dict[str, Any]:
+    """Return the settings of a block that the class ``cls`` accepts, and log those that are dropped."""
     if cls is None:
         return dict(settings)
-    taken = {key: value for key, value in settings.items() if _takes(cls, key, value)}
+    taken = {key: value for key, value in settings.items() if _accepts(cls, key, value)}
     others = [f"{block}.{key}" for key in settings if key not in taken]
     if others:
         _LOG.info("--%s leaves out what the config says for another one: %s", chosen, ", ".join(others))
     return taken
 
 
-def _takes(cls: type[Config], key: str, value: Any) -> bool:
-    """Tell whether a class has a field, and the field takes a value."""
+def _accepts(cls: type[Config], key: str, value: Any) -> bool:
+    """Return whether a config class has this field and accepts this value."""
     try:
         cls.from_dict({key: value})
     except ConfigError as error:
@@ -250,11 +275,10 @@ def _takes(cls: type[Config], key: str, value: Any) -> bool:
 
 
 def _refuse_ignored(trainer: TrainerCfg, words: list[str]) -> None:
-    """Raise ``ConfigError`` for flags of the environment where those of the trainer decide."""
-    decides = {"seed": True, "num_envs": trainer.num_envs is not None}
+    """Raise ``ConfigError`` for environment flags that a setting of the trainer overrides."""
     problems = []
-    for name in filter(lambda name: decides[name], decides):
-        value, _ = given_value(words, f"trainer.gym_config.{name}")
+    for name in ("seed",) if trainer.num_envs is None else ("seed", "num_envs"):
+        value = given_value(words, f"trainer.gym_config.{name}")[0]
         if value is not None:
             problems.append(f"trainer.gym_config.{name}: trainer.{name} decides. Use --trainer.{name} {value}")
     if problems:
@@ -262,20 +286,20 @@ def _refuse_ignored(trainer: TrainerCfg, words: list[str]) -> None:
 
 
 def schemas_of(cfg: TrainCfg) -> dict[tuple[str | int, ...], tuple[type[Config], ...]]:
-    """Return the classes that check the mappings of a completed config, by their path: their fields are flags, too."""
+    """Return, by path, the config classes of the mappings in a completed config, so that their fields become flags."""
     schemas: dict[tuple[str | int, ...], tuple[type[Config], ...]] = {("trainer", "gym_config"): (GymCfg,)}
     schemas |= {("policy", *path): classes for path, classes in policy_schemas(cfg.policy).items()}
     return schemas | {("algorithm", "cfg"): (get_algo_class(cfg.algorithm.name).cfg_type,)}
 
 
 def check_devices(cfg: TrainCfg) -> None:
-    """Raise ConfigError for a device that this machine does not have, before anything is made."""
+    """Raise ``ConfigError`` if this machine lacks a device that the config names."""
     check_device(cfg.trainer.device, "trainer.device")
     check_device(cfg.algorithm.cfg["device"], "algorithm.cfg.device")
 
 
 def check_device(given: str, name: str) -> None:
-    """Raise ConfigError if this machine does not have a device; ``name`` is that of the setting."""
+    """Raise ``ConfigError`` if this machine lacks the device ``given`` for the setting ``name``."""
     try:
         device = torch.device(given)
     except RuntimeError as error:
@@ -284,7 +308,7 @@ def check_device(given: str, name: str) -> None:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(f"{name}: expected a device of this machine, got {given!r}, but torch finds {count} GPUs")
     if device.type == "cuda":
-        return  # each rank begins to use its own one later
+        return  # not used here: each rank later uses its own GPU
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, NotImplementedError, AssertionError) as error:
@@ -293,7 +317,7 @@ def check_device(given: str, name: str) -> None:
 
 
 def check_same_config(cfg: TrainCfg, ranks: Ranks) -> None:
-    """Raise ``ConfigError`` that names the first field in which a rank's config is not the first rank's."""
+    """Raise ``ConfigError`` if a rank's config differs from the first rank's; the error names the first such field."""
     own = {key: value for key, value in dotted(cfg.to_dict()).items() if key not in _RANKS_OWN}
     first, *others = ranks.exchange(own)
     for rank, theirs in enumerate(others, start=1):
@@ -308,7 +332,7 @@ def check_same_config(cfg: TrainCfg, ranks: Ranks) -> None:
 
 
 def for_rank(cfg: TrainCfg, ranks: Ranks) -> TrainCfg:
-    """Return a completed config as one rank uses it: its own seeds, its own GPU, its share of the processor's cores."""
+    """Return the config of one rank: with its own seed, its own GPU and its share of the CPU cores."""
     if ranks.count == 1:
         return cfg
     trainer, seed = cfg.trainer, ranks.seed(cfg.trainer.seed)
@@ -323,14 +347,14 @@ def for_rank(cfg: TrainCfg, ranks: Ranks) -> TrainCfg:
 
 
 def _own_device(name: str) -> str:
-    """Return this rank's GPU in place of any."""
+    """Return this rank's GPU if ``name`` is a CUDA device, else ``name``."""
     if torch.device(name).type != "cuda" or not torch.cuda.is_available():
         return name
     return f"cuda:{local_rank() % torch.cuda.device_count()}"
 
 
 def num_iterations(trainer: TrainerCfg, ranks: int = 1, iteration: int = 0, global_step: int = 0) -> int | None:
-    """Return after how many rollouts, those after ``iteration`` on so many ranks, training ends; ``None``: unknown."""
+    """Return the iteration at which training ends, given the current counters; ``None`` if only time limits it."""
     limits = [] if trainer.iterations is None else [trainer.iterations]
     if trainer.total_steps is not None:
         per_rollout = ranks * (trainer.num_envs or 1) * trainer.buffer_size
@@ -339,7 +363,7 @@ def num_iterations(trainer: TrainerCfg, ranks: int = 1, iteration: int = 0, glob
 
 
 def _checked(cfg: TrainCfg) -> TrainCfg:
-    """Check what can be checked before anything is built, and resolve what is given in two places."""
+    """Validate a config across its fields, and resolve ``num_envs`` and ``seed``, which two blocks have."""
     trainer = cfg.trainer.with_mode()
     environment = environment_settings(trainer.gym_config, Path.cwd())
     num_envs = trainer.num_envs or environment.get("num_envs", 1)
@@ -371,21 +395,32 @@ def _policy_name(cfg: TrainCfg) -> str:
 
 
 def tell_amounts(trainer: TrainerCfg, ranks: int = 1, chunk_size: int = 1) -> None:
-    """Log how much a new training collects: whole rollouts, which may be more steps than it is asked for."""
+    """Log the number of envs and the total number of steps, which is rounded up to whole rollouts."""
     per_rollout = ranks * (trainer.num_envs or 1) * trainer.buffer_size
     count, total = num_iterations(trainer, ranks), trainer.total_steps
     steps = "" if count is None else f", {count * per_rollout:,} steps in all"
     is_more = count is not None and total is not None and count * per_rollout > total
     rounded = f" (total_steps, {total:,}, rounded up to whole rollouts)" if is_more else ""
     envs = f"{trainer.num_envs or 1} envs" if ranks == 1 else f"{ranks} ranks of {trainer.num_envs or 1} envs"
-    if chunk_size > 1:  # how many steps a chunk takes is known when it is done
+    if chunk_size > 1:  # the number of steps of a chunk is not known in advance
         _LOG.info("%s, rollouts of %d decisions on up to %d actions", envs, trainer.buffer_size, chunk_size)
         return
     _LOG.info("%s, rollouts of %d steps%s%s", envs, trainer.buffer_size, steps, rounded)
 
 
+def warn_about_clone(cfg: TrainCfg, policy: Policy) -> None:
+    """Warn that a run begins with an untrained critic, if the policy can train the critic alone."""
+    if not cfg.algorithm.cfg.get("value_warmup", 1) and policy.trains_critic_alone and is_clone(cfg.trainer.init_from):
+        _LOG.warning(
+            "the critic of %s is untrained, and what it estimates may destroy the policy: add "
+            "--algorithm.cfg.value_warmup %d",
+            cfg.trainer.init_from,
+            _CLONE_WARMUP,
+        )
+
+
 def warn_about_config(cfg: TrainCfg) -> None:
-    """Log how rollouts are collected asynchronously, and warn of settings that have no effect or learn less."""
+    """Warn about settings that have no effect or hurt learning; log how an asynchronous run collects."""
     trainer, settings = cfg.trainer, cfg.algorithm.cfg
     collector, level = trainer.collector, settings.get("log_prob_per")
     if level in ("token", "denoising_step") and issubclass(get_policy_class(_policy_name(cfg)), NetworkPolicy):

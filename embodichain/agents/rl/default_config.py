@@ -1,4 +1,4 @@
-"""The config of a training that is named by its environment alone: the one shipped for it, or sensible defaults."""
+"""The training config for an environment name: the shipped one, or defaults."""
 
 import logging
 import re
@@ -25,9 +25,9 @@ _IMAGES = {"learning_rate": 2.5e-4, "n_epochs": 4, "batch_size": 256, "ent_coef"
 
 
 def config_of_environment(name: str, trusted_modules: Collection[str] = ()) -> tuple[dict[str, Any], Path]:
-    """Return a training config for an environment, and the file that it comes from, which defaults do not have.
+    """Return a training config for an environment, and its file (for defaults, the name as a path).
 
-    The trusted modules are imported already: the name is registered.
+    The trusted modules must be imported already.
     """
     if Path(name).is_dir():
         raise ConfigError(
@@ -46,7 +46,7 @@ def config_of_environment(name: str, trusted_modules: Collection[str] = ()) -> t
 
 
 def shipped_config(name: str, file_name: str = _FILE) -> Path | None:
-    """Return the file that this package has for trainings in an environment, whatever the case of its name."""
+    """Return the shipped config file for an environment, ignoring the case of its name; ``None`` if there is none."""
     for file in sorted(shipped_configs().glob(f"agents/rl/**/{file_name}")):
         given = load_config(file)["trainer"]["gym_config"]
         if isinstance(given, str) and given.endswith(".json"):
@@ -57,7 +57,7 @@ def shipped_config(name: str, file_name: str = _FILE) -> Path | None:
 
 
 def default_config(name: str, env: VecEnv) -> dict[str, Any]:
-    """Return settings of PPO that learn in most environments, by the kind of their actions and observations."""
+    """Return default settings of PPO, chosen by the types of actions and observations."""
     is_batched = is_simulated_here(load_gym_config(name))
     is_continuous = isinstance(env.action_space, gym.spaces.Box)
     has_images = any(entry.is_image for entry in space_entries(env.observation_space))
@@ -65,7 +65,7 @@ def default_config(name: str, env: VecEnv) -> dict[str, Any]:
     settings, num_steps, total = (_CONTINUOUS, 256, 1_000_000) if is_continuous else (_CHOICES, 128, 500_000)
     if has_images:
         settings, num_steps, total = _IMAGES, 128, 5_000_000
-    if is_batched:  # rollouts of as many steps, in larger minibatches
+    if is_batched:  # twice as many steps per rollout, in larger minibatches
         settings, num_steps = settings | {"batch_size": 8 * settings["batch_size"]}, num_steps // 4
     kind = f"{'continuous' if is_continuous else 'discrete'} actions{' and images' if has_images else ''}"
     _LOG.info("no config is shipped for %s: PPO with the defaults for %s", name, kind)

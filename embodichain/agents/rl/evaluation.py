@@ -1,4 +1,4 @@
-"""Evaluating a policy: whole episodes of given seeds, most likely actions, and a film of one of them."""
+"""Evaluation of a policy on whole episodes with given seeds, with an optional video."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ FILM_SIZE = (240, 320)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a policy did."""
+    """Result of an evaluation."""
 
     summary: Summary
     """Averages over the episodes."""
     episodes: list[EpisodeResult]
-    """The episodes themselves, in the order in which they ended."""
+    """The episodes, in the order in which they ended."""
     files: list[Path]
-    """The video, or the trajectory plot in its place."""
+    """The video, or a trajectory plot instead."""
     problem: str | None
-    """Why there is no video although one was asked for."""
+    """Why there is no video although one was requested."""
 
     def scalars(self) -> dict[str, float]:
-        """Return what is logged."""
+        """Return the numbers to log."""
         values = {"eval/return": self.summary.mean_return, "eval/length": self.summary.mean_length}
         success = {} if self.summary.success_rate is None else {"eval/success": self.summary.success_rate}
         measures = {f"eval/{name}": value for name, value in self.summary.metrics.items()}
@@ -42,7 +42,7 @@ class Evaluation:
 
     @property
     def score(self) -> tuple[float, float]:
-        """What makes one policy better than another: success first, where the task reports it, then return."""
+        """Sort key to compare policies: first the success rate (0 if unknown), then the mean return."""
         return self.summary.success_rate or 0.0, self.summary.mean_return
 
     def __str__(self) -> str:
@@ -51,9 +51,9 @@ class Evaluation:
 
 
 class PolicyActor:
-    """Lets a policy act on observations one after the other, keeping its recurrent state between them.
+    """Runs a policy step by step and keeps its recurrent state.
 
-    One that samples keeps exploration noise for as many steps as in a rollout (``noise_steps``), at most an episode.
+    If it samples actions, exploration noise is kept for ``noise_steps`` steps as in a rollout, at most for an episode.
     """
 
     def __init__(self, policy: Policy, env: VecEnv, deterministic: bool = True) -> None:
@@ -62,11 +62,11 @@ class PolicyActor:
         self._bounds = ActionBounds(env.action_space)
         self.version = int(policy.version)
         self._noise: Tensor | None = None
-        self._steps = [0] * env.num_envs  # of each env since its episode began
+        self._steps = [0] * env.num_envs  # steps of each env in its current episode
 
     @torch.no_grad()
     def __call__(self, obs: TensorDict) -> Tensor:
-        """Return the action that the environment is given."""
+        """Return actions ``[num_envs, ...]`` for the environment, clipped to its action space."""
         if not self.deterministic:
             self._renew_noise()
         self.policy.hold_noise(self._noise)
@@ -77,7 +77,7 @@ class PolicyActor:
         return self._bounds.clip(action).to(self.env.device)
 
     def reset(self, env_ids: list[int]) -> None:
-        """Clear the recurrent state of envs whose episode ended, and let them explore by new noise."""
+        """Reset the recurrent state and exploration noise of envs whose episode ended."""
         for env_id in env_ids:
             self._steps[env_id] = 0
         initial = self.policy.initial_state(len(env_ids))
@@ -85,11 +85,11 @@ class PolicyActor:
             self.state = self.state.index_copy(0, torch.tensor(env_ids, device=self.state.device), initial)
 
     def _renew_noise(self) -> None:
-        """Draw the noise of envs that have kept theirs for long enough."""
-        kept_for = self.policy.noise_steps
-        if kept_for is None:
+        """Draw new noise for envs that have used theirs for ``noise_steps`` steps."""
+        interval = self.policy.noise_steps
+        if interval is None:
             return
-        due = torch.tensor([step % kept_for == 0 if kept_for else step == 0 for step in self._steps])
+        due = torch.tensor([step % interval == 0 if interval else step == 0 for step in self._steps])
         self._steps = [step + 1 for step in self._steps]
         if not due.any() or (new := self.policy.draw_noise(len(due))) is None:
             return
@@ -102,7 +102,7 @@ class PolicyActor:
 def evaluate(
     policy: Policy, env: VecEnv, episodes: int, seed: int, video: Path | None = None, deterministic: bool = True
 ) -> Evaluation:
-    """Run episodes with a policy in evaluation mode; random generators and the policy are left as they were."""
+    """Run episodes with a policy in evaluation mode; random generators and the policy's mode are restored."""
     env = chunked(env, policy.chunk_size)
     was_training, random_state = policy.training, get_random_state()
     policy.eval()
@@ -112,7 +112,7 @@ def evaluate(
     if video is not None:
         try:
             recorder = EpisodeRecorder(env, video, episodes=1, size=FILM_SIZE)
-        except OutputError as error:  # a full disk or a folder that is gone is no reason not to evaluate
+        except OutputError as error:  # evaluate anyway, for example if the disk is full
             problem = str(error)
     ended: list[EpisodeResult] = []
     try:

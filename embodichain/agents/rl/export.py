@@ -1,8 +1,8 @@
-"""A trained policy as an ONNX file: observations in, the most likely action out, the normaliser included.
+"""Export of a trained policy to ONNX: maps observations to the most likely action, with normalisation included.
 
-Every vector and image of the observation is an input of its own, named as in configs (``robot/qpos``), with a free
-batch dimension. The output ``action`` lies in the action space's bounds. A recurrent policy also has ``hidden`` as
-input (zeros, or what the metadata entry ``initial_hidden`` says, at an episode's start) and ``next_hidden`` as output.
+Each vector and image of the observation is a separate input, named as in configs (``robot/qpos``), with a dynamic batch
+dimension. The output ``action`` is clipped to the action space. A recurrent policy also has the input ``hidden`` (at
+the start of an episode, the value of the metadata entry ``initial_hidden``) and the output ``next_hidden``.
 """
 
 import json
@@ -36,8 +36,8 @@ _LOG = logging.getLogger(__name__)
 _TOLERANCE = 1e-4
 
 
-class ActingPolicy(nn.Module):
-    """A policy as a function of tensors: from the leaves of an observation (and a state) to an action (and a state)."""
+class ExportedPolicy(nn.Module):
+    """A policy as a function of tensors: maps the leaves of an observation (and a state) to an action (and a state)."""
 
     def __init__(self, policy: Policy, leaves: list[ObservationEntry], action_space: gym.Space[Any]) -> None:
         super().__init__()
@@ -57,15 +57,15 @@ class ActingPolicy(nn.Module):
 def export_onnx(
     policy: Policy, observation_space: gym.Space[Any], action_space: gym.Space[Any], path: str | Path
 ) -> Path:
-    """Write a policy as an ONNX file, and compare what ONNX Runtime makes of it with what the policy does."""
+    """Write a policy as an ONNX file, and check that ONNX Runtime computes the same actions."""
     onnx = require("onnx", extra="export")
     require("onnxscript", extra="export")
     require("onnxruntime", extra="export")
     target = prepare_output(path, (".onnx",))
     leaves = space_entries(observation_space)
-    if isinstance(policy, NetworkPolicy):  # what it was told to leave out is no input
+    if isinstance(policy, NetworkPolicy):  # ignored observations are no inputs
         leaves = [leaf for leaf in leaves if leaf in (*policy.encoder.vectors, *policy.encoder.images)]
-    acting = ActingPolicy(policy.eval().cpu(), leaves, action_space).eval()
+    acting = ExportedPolicy(policy.eval().cpu(), leaves, action_space).eval()
     inputs = example_inputs(policy, leaves, batch=2)
     names = [leaf.name or "observation" for leaf in leaves] + ["hidden"] * policy.is_recurrent
     batch = torch.export.Dim("batch")
@@ -101,7 +101,7 @@ def export_onnx(
 
 @contextmanager
 def _without_draws(policy: Policy) -> Iterator[None]:
-    """Let flows begin with zero noise, which is likeliest: a file draws none."""
+    """Make flows start from zero noise inside the block, as an ONNX file samples none."""
     heads = [module for module in policy.modules() if isinstance(module, FlowHead) and module.cfg.start == "drawn"]
     if heads:
         _LOG.warning('flow.start is "drawn", and an exported policy draws no noise: its chunks begin with zero noise')
@@ -115,7 +115,7 @@ def _without_draws(policy: Policy) -> Iterator[None]:
             head.cfg = cfg
 
 
-def check_parity(acting: ActingPolicy, file: Path, names: list[str], steps: int = 4) -> None:
+def check_parity(acting: ExportedPolicy, file: Path, names: list[str], steps: int = 4) -> None:
     """Raise ``ExportError`` if the file's actions differ from the policy's, for several batch sizes and steps."""
     runtime = require("onnxruntime", extra="export")
     session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
@@ -139,7 +139,7 @@ def check_parity(acting: ActingPolicy, file: Path, names: list[str], steps: int 
 
 
 def example_inputs(policy: Policy, leaves: list[ObservationEntry], batch: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """Return random observations ``[batch, ...]``, one tensor per leaf, and the recurrent state of new episodes."""
+    """Return random observations ``[batch, ...]``, one tensor per leaf, and the initial recurrent state, if any."""
     generator = torch.Generator().manual_seed(seed)
     inputs = []
     for leaf in leaves:
@@ -161,7 +161,7 @@ def _metadata(policy: Policy, action_space: gym.Space[Any]) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return nested data as JSON has it: an infinite bound, which is none, is null."""
+    """Return nested data for JSON; infinite bounds become null."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):
@@ -173,7 +173,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter from warning about what it does itself."""
+    """Suppress the exporter's warnings about its own code."""
     exporter = logging.getLogger("torch.onnx")
     before = exporter.level
     exporter.setLevel(logging.ERROR)

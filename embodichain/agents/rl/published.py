@@ -1,7 +1,7 @@
-"""Policies in the workers of a stream: how they act there, and how newer weights reach them.
+"""Policies in the workers of a data stream, and the publication of new weights to them.
 
-A learner publishes as to collectors (``collector/weights.py``): a numbered snapshot in a slot of shared memory, which
-workers lease between two environment steps; in a Ray cluster it travels through the object store.
+Weights are published as for collectors (``collector/weights.py``): a versioned snapshot in a slot of shared memory,
+which workers lease between two environment steps. In a Ray cluster, it is sent through the object store.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from embodichain.envs.vec_env import ActionBounds, VecEnv
 from embodichain.errors import ConfigError, WeightsError
 
 
-class Publisher:
-    """The learner's side: numbers the weights of a policy and keeps them where workers find them."""
+class PolicyPublisher:
+    """The learner's side: publishes versioned weights of a policy to workers."""
 
     def __init__(self, policy: Policy, on_ray: bool = False) -> None:
         if not isinstance(policy, Policy):
@@ -32,10 +32,10 @@ class Publisher:
         self.policy = policy
         self._store = WeightStore(policy, AsyncCfg(worker="ray" if on_ray else "process"))
         self.description = _describe(policy)
-        """The policy without its weights, as bytes that workers make a policy of."""
+        """The pickled policy without its weights, uint8 ``[nbytes]``."""
 
     def publish(self, after: int = -1) -> PublishedWeights:
-        """Return a copy of the present weights, numbered by ``policy.version``, but always later than ``after``."""
+        """Return a copy of the current weights; its version is ``policy.version``, but at least ``after + 1``."""
         snapshot = self._store.keep(max(int(self.policy.version), after + 1))
         return PublishedWeights(snapshot.version, self.description, snapshot.data, snapshot.segment)
 
@@ -56,9 +56,9 @@ def _describe(policy: Policy) -> Tensor:
 
 
 class StreamPolicy:
-    """Lets a policy act step by step, whatever the size of its chunks: ``policy`` among the actors of the data engine.
+    """Runs a policy step by step, for any chunk size: the actor ``policy`` of the data engine.
 
-    An env asks for its next chunk when it has taken all actions of the last one, or its episode has begun.
+    An env gets its next chunk after the last action of the previous one, or at the start of an episode.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class StreamPolicy:
         self._copy: InferenceCopy | None = None
         self._description = torch.empty(0, dtype=torch.uint8)
         self.version = -1
-        """How many updates shaped the policy that acts; -1 if there is none."""
+        """Version (number of updates) of the policy; -1 if there is none."""
         if path is not None:
-            torch.manual_seed(seed)  # policies draw from torch's own generator
+            torch.manual_seed(seed)  # policies sample from torch's default generator
             policy = load_policy(path, env, device=env.device, trusted_modules=trusted_modules)
             self._use(policy, f"path: {path}")
             self.version = int(policy.version)
@@ -84,7 +84,7 @@ class StreamPolicy:
         self._steps = PolicyActor(policy, self._env, self._deterministic)
         self._chunks: Tensor | None = None
         self._taken = torch.full((self._env.num_envs,), self.chunk_size)
-        """How many actions of its chunk each env has taken."""
+        """Number of actions that each env has taken of its chunk."""
 
     chunk_size: int = 1
 
@@ -98,11 +98,11 @@ class StreamPolicy:
 
     @torch.no_grad()
     def act(self, observation: TensorDict, rows: Tensor) -> Tensor:
-        """Return actions ``[num_envs, ...]`` of which those of ``rows`` ``[num_envs]`` count."""
+        """Return actions ``[num_envs, ...]``; only those of the mask ``rows`` ``[num_envs]`` are valid."""
         policy = self._policy
         if policy is None:
             raise WeightsError("there is no policy yet: give its checkpoint, or call engine.publish(policy)")
-        if self.chunk_size == 1:  # all of them: a recurrent state follows every observation
+        if self.chunk_size == 1:  # all rows, as the recurrent state depends on every observation
             return self._checked(self._steps(observation))
         due = torch.nonzero(rows & (self._taken == self.chunk_size)).reshape(-1)
         if due.numel():
@@ -127,13 +127,13 @@ class StreamPolicy:
         return action
 
     def reset(self, env_ids: list[int]) -> None:
-        """Let these envs, whose episode ended, decide anew."""
+        """Discard the chunks and recurrent states of envs whose episode ended."""
         if self._policy is not None:
             self._steps.reset(env_ids)
             self._taken[env_ids] = self.chunk_size
 
     def adopt(self, weights: PublishedWeights) -> None:
-        """Act by weights that were published, if they are newer."""
+        """Load published weights if they are newer."""
         copy = self._copy
         if copy is None or not torch.equal(self._description, weights.description):
             policy = pickle.loads(weights.description.numpy().tobytes())  # noqa: S301 - sent by this program

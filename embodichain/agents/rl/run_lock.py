@@ -1,4 +1,4 @@
-"""The lock on the folder of a run: one process at a time trains in it, and another one is told which."""
+"""The lock on the folder of a run, so that only one process at a time trains in it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class RunLock:
-    """Keeps other processes out of the folder of a run, until it is released or its process ends, however it does.
+    """An exclusive lock on the folder of a run, held until it is released or the process ends.
 
-    The operating system holds the lock (``flock``), so that a killed process leaves none behind; the file says who has
-    it. Children do not inherit it.
+    It is a ``flock``, which the operating system releases if the process is killed. The file names the holder. Child
+    processes do not inherit the lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +35,7 @@ class RunLock:
         _locks.add(self)
 
     def acquire(self) -> None:
-        """Take the lock; ``TrainingStateError`` says who has it. Taking it twice is fine."""
+        """Acquire the lock; raise ``TrainingStateError`` if another process holds it. May be called repeatedly."""
         if self._file is not None:
             return
         folder = self._path.parent
@@ -55,14 +55,14 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the lock back; releasing it twice is fine."""
+        """Release the lock; may be called repeatedly."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # the disk is full or gone: the file says less, but is free
+            with contextlib.suppress(OSError):  # disk full or gone: the file still names the holder, but is unlocked
                 self._write(self._file, "")
             self.forget()
 
     def forget(self) -> None:
-        """Close the file, as a forked child does: the lock stays with the parent."""
+        """Close the file, as a forked child does; the parent keeps the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -85,10 +85,10 @@ class RunLock:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.lstat(self._path)):
                     return file
-            file.close()  # somebody removed the folder meanwhile
+            file.close()  # the folder was removed meanwhile: try again
 
     def _descriptor(self) -> int:
-        """Open the file, but nothing that it links to, and no device."""
+        """Open the file; refuse links and devices."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         try:
             descriptor = os.open(self._path, flags, 0o666)
@@ -102,7 +102,7 @@ class RunLock:
         raise OutputError(f"{self._path} is no file: expected one that only says who trains in its folder; remove it")
 
     def _refuse(self, holder: dict[str, Any] | None) -> None:
-        """Raise the error that says who has the lock."""
+        """Raise an error that names the holder of the lock."""
         who, how = "another process", "stop it"
         if holder is not None:
             own = " (this one)" if (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid()) else ""
@@ -121,7 +121,7 @@ class RunLock:
 
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-"""What file systems answer that cannot lock files."""
+"""Errors of file systems without file locks."""
 _locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
@@ -134,7 +134,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def read_holder(file: BinaryIO) -> dict[str, Any] | None:
-    """Return who wrote a lock file and has not emptied it, if that can be read."""
+    """Return the holder in a lock file; ``None`` if it is empty or cannot be read."""
     file.seek(0)
     with contextlib.suppress(ValueError, RecursionError):
         holder = json.loads(file.read(_LOCK_BYTES))

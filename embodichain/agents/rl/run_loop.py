@@ -1,4 +1,4 @@
-"""What the loops of all runs share, however the policy learns: counters, the log, evaluations, checkpoints."""
+"""Base class of training loops: counters, logging, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from embodichain.utils.console import ProgressView
 Scalars = Mapping[str, float]
 StopReason = Literal["iterations", "total_steps", "max_seconds", "target", "interrupted"]
 _RECENT = 100
-"""Episodes over which recent returns are averaged."""
+"""Number of episodes over which recent returns are averaged."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What came of a run."""
+    """Result of a run."""
 
     run_dir: Path
     """Folder of the run."""
     global_step: int
-    """Environment steps taken, those before a resume included."""
+    """Number of environment steps, including those before a resume."""
     iteration: int
-    """Rollouts learned from."""
+    """Number of updates."""
     seconds: float
-    """Time spent training."""
+    """Training time."""
     reason: StopReason
-    """Why it ended."""
+    """Why the run ended."""
     evaluation: Evaluation | None
     """The last evaluation."""
 
 
 @dataclass
 class Counters:
-    """How far a run has come."""
+    """Progress of a run."""
 
     global_step: int = 0
-    """Environment transitions of all envs."""
+    """Number of environment steps of all envs."""
     iteration: int = 0
-    """Rollouts learned from."""
+    """Number of updates."""
     seconds: float = 0.0
-    """Time spent training, evaluations and checkpoints included."""
+    """Training time, including evaluations and checkpoints."""
     best_score: tuple[float, float] | None = None
     """Score of the best evaluation."""
     evaluated_at: int = -1
     """Step of the last evaluation."""
     evaluated: tuple[float, float | None] | None = None
-    """Mean return of the last evaluation, and its success rate if it is known."""
+    """Mean return and, if known, success rate of the last evaluation."""
     recent: deque[tuple[int, float, float | None]] = field(default_factory=deque)
-    """Of recent rollouts: number of episodes that ended, their mean return, and their success rate if it is known."""
+    """For each recent rollout: number of finished episodes, their mean return and, if known, success rate."""
 
     @property
     def mean_return(self) -> float | None:
@@ -73,11 +73,11 @@ class Counters:
 
     @property
     def success_rate(self) -> float | None:
-        """Share of recent episodes that ended in success, where the task reports it."""
+        """Success rate of recent episodes, if the task reports it."""
         return _weighted([(count, value) for count, _, value in self.recent if value is not None])
 
     def add_episodes(self, statistics: Scalars) -> None:
-        """Take in the episodes that ended in a rollout."""
+        """Add the episodes that ended in a rollout."""
         if "episode/return" not in statistics:
             return
         count = int(statistics["episode/count"])
@@ -91,7 +91,7 @@ class Counters:
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Counters:
-        """Return the counters that ``to_data`` was called on."""
+        """Return the counters from the result of ``to_data``."""
         counters = Counters(**{**data, "recent": deque(data["recent"])})
         whole = {name: getattr(counters, name) for name in ("global_step", "iteration", "evaluated_at")}
         wrong = next((name for name, value in whole.items() if type(value) is not int or value < -1), None)
@@ -101,7 +101,7 @@ class Counters:
 
 
 class RunLoop(ABC):
-    """A run that trains one policy: a subclass learns, and says what a checkpoint holds."""
+    """Base class of training runs; a subclass implements the loop and the content of checkpoints."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class RunLoop(ABC):
         self.view = ProgressView(cfg.trainer.exp_name, console)
         self.counters = Counters()
         self.evaluation: Evaluation | None = None
-        self._told_video_problem = False
+        self._video_problem_shown = False
         self._saved_at = -1
         self._resumed_at: int | None = None
         self._log: RunLog | None = None
@@ -129,12 +129,12 @@ class RunLoop(ABC):
 
     @property
     def global_step(self) -> int:
-        """Environment transitions of all envs, on all ranks, so far."""
+        """Number of environment steps so far, of all envs on all ranks."""
         return self.counters.global_step
 
     @property
     def log(self) -> RunLog:
-        """Where the first rank writes scalars; opened when it is first used."""
+        """The log of the first rank, opened at its first use."""
         if self._log is None:
             self._begin_record()
             evaluated = self.counters.evaluated_at == self._resumed_at
@@ -142,13 +142,13 @@ class RunLoop(ABC):
         return self._log
 
     def _begin_record(self) -> None:
-        """Write into the folder of the run how it was started, and where it runs."""
+        """Write to the run's folder how the run was started, and on which machine."""
         settings, device = self.cfg.trainer, self.policy.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         RunRecord.begin(self.folder.path, settings.exp_name, settings.seed, self.folder.origin, gpu)
 
     def limit_met(self) -> StopReason | None:
-        """Return whether time is up, or an evaluation has reached its target."""
+        """Return which limit is reached: the time, or the target of evaluations; or ``None``."""
         settings, now = self.cfg.trainer, self.counters
         if settings.max_seconds is not None and now.seconds >= settings.max_seconds:
             return "max_seconds"
@@ -160,12 +160,12 @@ class RunLoop(ABC):
         return "target" if enough and (success_rate or 0.0) >= (wanted_success or 0.0) else None
 
     def _share_of_time(self) -> float:
-        """Return the share of the time that is over, where time is limited."""
+        """Return the elapsed fraction of ``max_seconds``, 0 if there is no time limit."""
         seconds = self.cfg.trainer.max_seconds
         return 0.0 if seconds is None else min(1.0, self.counters.seconds / seconds)
 
     def _evaluate_and_save(self, before: int) -> None:
-        """Evaluate and save where that is due after the steps since ``before``."""
+        """Evaluate and save if that is due, given the step ``before`` this iteration."""
         settings = self.cfg.trainer
         if crossed(settings.eval_freq, before, self.global_step):
             self.evaluate()
@@ -173,14 +173,14 @@ class RunLoop(ABC):
             self.save_checkpoint()
 
     def _finish(self, reason: StopReason) -> None:
-        """Evaluate the policy of the last step, unless a person waits for the end, and save the state."""
+        """Evaluate the final policy, unless the run was interrupted, and save a checkpoint."""
         if reason != "interrupted" and self.counters.evaluated_at != self.global_step:
             self.evaluate()
         if self._saved_at != self.global_step:
             self.save_checkpoint()
 
     def evaluate(self) -> None:
-        """Evaluate the policy, on the first rank; log how it did, and save it if it is the best so far."""
+        """Evaluate the policy on the first rank, log the result, and save a checkpoint if it is the best so far."""
         settings, now = self.cfg.trainer, self.counters
         is_best: bool | None = None
         began = time.perf_counter()
@@ -201,25 +201,25 @@ class RunLoop(ABC):
                 for file in result.files:
                     self.log.video(self.global_step, file)
                 self.view.print(f"step {self.global_step}: evaluation {result}")
-                self._tell_video_problem(result.problem)
+                self._show_video_problem(result.problem)
                 is_best = now.best_score is None or result.score > now.best_score
                 now.best_score = result.score if is_best else now.best_score
         is_best = self.ranks.from_first(is_best)
         if is_best is not None:
             now.evaluated_at = self.global_step
-            self._saved_at = -1  # what was saved at this step does not know of it
+            self._saved_at = -1  # a checkpoint saved at this step lacks the evaluation
         if is_best:
             self.save_checkpoint(best=True)
 
-    def _tell_video_problem(self, problem: str | None) -> None:
-        """Say once in a run why evaluations are not filmed, in what a person can act on: the reason and the remedy."""
-        if problem is not None and not self._told_video_problem:
-            self._told_video_problem = True
+    def _show_video_problem(self, problem: str | None) -> None:
+        """Print once per run why evaluations have no video: the first and the last line, the reason and the remedy."""
+        if problem is not None and not self._video_problem_shown:
+            self._video_problem_shown = True
             first, *_, last = (problem.splitlines() or [""]) * 2
             self.view.print(f"no video: {first if first == last else f'{first} {last}'}")
 
     def save_checkpoint(self, best: bool = False) -> None:
-        """Write a checkpoint of everything the next iteration depends on, on all ranks."""
+        """Write a checkpoint with the state of all ranks."""
         self._saved_at = self.global_step
         self._update_clock()
         if self.ranks.is_first:
@@ -230,26 +230,26 @@ class RunLoop(ABC):
                 self.folder.save(self.global_step, state, best)
 
     def _update_clock(self) -> float:
-        """Bring the time spent training up to date and return it."""
+        """Update the training time and return it."""
         self.counters.seconds = time.perf_counter() - self._began
         return self.counters.seconds
 
     def _result(self, reason: StopReason) -> TrainingResult:
-        """Return what came of the run; its folder keeps why it ended."""
+        """Return the result of the run; write to its folder why it ended."""
         now = self.counters
         if self.ranks.is_first:
             RunRecord.end(self.folder.path, reason)
         return TrainingResult(self.folder.path, now.global_step, now.iteration, now.seconds, reason, self.evaluation)
 
     def _close_log(self) -> None:
-        """Write the log out."""
+        """Close the log."""
         if self._log is not None:
             self._log.close()
             self._log = None
 
 
 def crossed(frequency: int, before: int, step: int) -> bool:
-    """Tell whether a multiple of ``frequency`` lies behind one step and not behind a later one; 0 has none."""
+    """Return whether there is a multiple of ``frequency`` in ``(before, step]``; never if it is 0."""
     return frequency > 0 and step // frequency > before // frequency
 
 

@@ -1,7 +1,7 @@
-"""What the folder of a run tells about it: where it came from, how far it is, how it ended, how well it does.
+"""Information about a run from its folder: its origin, progress, results and end.
 
-``run.json`` says what a config cannot: the command, what it changed, machine, versions, and the end. This module
-imports neither torch nor MuJoCo, so that a list of runs is there at once; folders of older runs have no ``run.json``.
+``run.json`` records what is not in the config: the command, its overrides, machine, versions, and how the run ended.
+Folders of older runs have none. This module imports neither torch nor MuJoCo, so that runs are listed quickly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import metadata
@@ -30,9 +30,9 @@ from embodichain.errors import OutputError
 
 CONFIG_FILE, METRICS_FILE, RECORD_FILE = "train_config.json", "metrics.jsonl", "run.json"
 EVALUATIONS_FILE = "evaluations.jsonl"
-"""What ``embodichain eval`` found, one line each time."""
+"""Results of ``embodichain eval``, one line per evaluation."""
 GROUP_FILE = "group.json"
-"""In a folder of runs that belong together: what they are."""
+"""Describes a group of runs (seeds or a sweep), in their common folder."""
 _TAIL_BYTES = 1 << 16
 _PACKAGES = ("torch", "mujoco", "gymnasium", "tensordict", "numpy", "mujoco-warp", "warp-lang", "transformers", "ray")
 _CHECKOUT = Path(__file__).parents[3]
@@ -43,12 +43,21 @@ _RECORDED: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("began", "ended"), (int, float)),
     "seed": (int,),
 }
-"""What the fields of ``run.json`` hold; one that holds something else is left out."""
-_GROUPED: dict[str, type] = {"seeds": list, "trials": list, "space": dict, "overrides": dict, "metric": str}
-"""The same of ``group.json``."""
+"""Types of the fields of ``run.json``; a field of another type is ignored."""
+_GROUPED: dict[str, type] = {
+    **dict.fromkeys(("seeds", "trials", "confirmed", "trusted_modules"), list),
+    **dict.fromkeys(("space", "overrides"), dict),
+    "metric": str,
+}
+"""Types of the fields of ``group.json``."""
 _TRIAL = ("number", "state", "value", "params", "folder")
 _MOST = 1e100
-"""Logged numbers beyond it are as good as infinite."""
+"""Logged numbers beyond it are treated as infinite."""
+
+
+def trust_words(modules: Iterable[str]) -> list[str]:
+    """Return the flags ``--trust MODULE`` for all modules."""
+    return [word for module in modules for word in ("--trust", module)]
 
 
 @dataclass(frozen=True)
@@ -56,19 +65,19 @@ class RunOrigin:
     """How a run was started."""
 
     config: str = ""
-    """The config's file, or the name of an environment, as it was given."""
+    """The config file or environment name, as given."""
     overrides: tuple[str, ...] = ()
     """Flags that changed the config."""
     trusted_modules: tuple[str, ...] = ()
-    """Modules that had to be allowed."""
+    """Modules allowed with ``--trust``."""
     program: str = "train"
-    """The command that makes such runs."""
+    """The subcommand of ``embodichain``."""
 
     @property
     def command(self) -> str:
-        """The command line that starts such a run."""
-        trust = [word for module in self.trusted_modules for word in ("--trust", module)]
-        return shlex.join(["embodichain", self.program, self.config, *self.overrides, *trust]) if self.config else ""
+        """The command line that starts the run; empty if unknown."""
+        words = [self.program, self.config, *self.overrides, *trust_words(self.trusted_modules)]
+        return shlex.join(["embodichain", *words]) if self.config else ""
 
 
 @dataclass
@@ -80,21 +89,21 @@ class RunRecord:
     seed: int | None = None
     """Seed of the run."""
     config: str = ""
-    """The config as it was given."""
+    """The config file or environment name, as given."""
     overrides: list[str] = field(default_factory=list)
-    """Flags that changed it."""
+    """Flags that changed the config."""
     command: str = ""
-    """The command that starts such a run."""
+    """The command line that starts the run."""
     began: float = 0.0
-    """When it began, in seconds since 1970."""
+    """Start time, in seconds since 1970."""
     resumed: list[float] = field(default_factory=list)
-    """When it was continued."""
+    """Times at which it was resumed."""
     machine: dict[str, Any] = field(default_factory=dict)
-    """Where it runs, or ran last."""
+    """The machine it runs on, or ran on last."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Versions of Python and of the packages that matter."""
+    """Versions of Python and of important packages."""
     ended: float | None = None
-    """When it ended in an orderly way, or by an error."""
+    """End time; ``None`` if it runs or was killed."""
     reason: str | None = None
     """Why it ended: a stop criterion, ``interrupted``, ``failed`` or ``pruned``."""
     error: str | None = None
@@ -102,7 +111,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Return the record of a run, if it can be read."""
+        """Return the record of a run; ``None`` if it cannot be read."""
         with contextlib.suppress(OSError, ValueError):
             data = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
             if isinstance(data, dict):
@@ -114,19 +123,19 @@ class RunRecord:
 
     @property
     def trusted_modules(self) -> list[str]:
-        """The modules that the command trusted, as it named them."""
+        """The modules that the command names with ``--trust``."""
         with contextlib.suppress(ValueError):
             words = shlex.split(self.command)
             return [value for word, value in pairwise(words) if word == "--trust"]
         return []
 
     def write(self, folder: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write ``run.json`` atomically."""
         save_config(asdict(self), folder / RECORD_FILE)
 
     @classmethod
     def begin(cls, folder: Path, name: str, seed: int | None, origin: RunOrigin, gpu: str | None) -> None:
-        """Write that a run begins, or is continued."""
+        """Record that a run starts or is resumed."""
         former = cls.read(folder)
         record = former or cls(config=origin.config, command=origin.command or program_command(), began=time.time())
         if former is not None:
@@ -139,7 +148,7 @@ class RunRecord:
 
     @classmethod
     def end(cls, folder: Path, reason: str, error: BaseException | None = None) -> None:
-        """Write that a run has ended, and why, if it has a record; a disk that is full or gone is no reason to fail."""
+        """Record that a run has ended, and why; does nothing without a record, or if it cannot be written."""
         record = cls.read(folder)
         if record is not None:
             record.ended, record.reason = time.time(), reason
@@ -149,7 +158,7 @@ class RunRecord:
 
 
 def describe_machine(gpu: str | None = None) -> dict[str, Any]:
-    """Return what a reader needs to know about this machine."""
+    """Return host, system, processor, cores, memory and GPU of this machine."""
     processor = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -166,7 +175,7 @@ def describe_machine(gpu: str | None = None) -> dict[str, Any]:
 
 
 def list_versions() -> dict[str, str]:
-    """Return the versions of this package, of Python and of what is installed that matters."""
+    """Return the versions of this package, of Python and of important packages that are installed."""
     versions = {"embodichain": f"{__version__}{_commit()}", "python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -175,7 +184,7 @@ def list_versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of a checkout, as a suffix of the version."""
+    """Return the commit of a git checkout as a suffix of the version, or an empty string."""
     if not (_CHECKOUT / ".git").exists():
         return ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -186,24 +195,24 @@ def _commit() -> str:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``; a last one that was cut short is left out."""
+    """Return the lines of a ``metrics.jsonl``, without an incomplete last line."""
     lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
-    return [json.loads(line) for line in lines[:-1] if line]  # what follows the last line break was not finished
+    return [json.loads(line) for line in lines[:-1] if line]  # text after the last line break is incomplete
 
 
 def command_of(config: Mapping[str, Any]) -> str:
-    """Return the command that a run's config is for."""
+    """Return the subcommand of ``embodichain`` for a run's config."""
     return "imitate" if "source" in config else "train"
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is that of a run: a config alone is none."""
+    """Return whether a folder is that of a run; a config file alone is not enough."""
     files = (LOCK_FILE, RECORD_FILE, METRICS_FILE)
     return os.path.isfile(folder / CONFIG_FILE) and any(os.path.isfile(folder / name) for name in files)
 
 
 class RunInfo:
-    """A run as its folder shows it, now: everything is read when it is asked for, and once."""
+    """Information from the folder of a run, read lazily and cached."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -218,7 +227,7 @@ class RunInfo:
 
     @cached_property
     def record(self) -> RunRecord:
-        """What ``run.json`` says; name and seed of older runs are those of the config."""
+        """The content of ``run.json``; for older runs, name and seed are taken from the config."""
         found = RunRecord.read(self.path)
         if found is not None and found.name:
             return found
@@ -231,16 +240,16 @@ class RunInfo:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """All lines of the log; one that cannot be read is left out."""
+        """All lines of the log, without unreadable ones."""
         return list(map(_numbers, _parsed(self._log_bytes(0))))
 
     @cached_property
     def recent(self) -> list[dict[str, Any]]:
-        """The last lines of the log, which a list of runs needs."""
+        """The last lines of the log."""
         return list(map(_numbers, _parsed(self._log_bytes(_TAIL_BYTES))))
 
     def _log_bytes(self, last: int) -> bytes:
-        """Return the log, or whole lines of its end."""
+        """Return the log, or the complete lines in its ``last`` bytes."""
         with contextlib.suppress(OSError), (self.path / METRICS_FILE).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - last) if last else 0)
@@ -251,18 +260,18 @@ class RunInfo:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """What ``embodichain eval`` found, oldest first."""
+        """Results of ``embodichain eval``, oldest first."""
         with contextlib.suppress(OSError):
             return list(_parsed((self.path / EVALUATIONS_FILE).read_bytes()))
         return []
 
     @property
     def step(self) -> int:
-        """Environment steps so far (of imitation: gradient steps)."""
+        """Number of environment steps so far (for imitation: gradient steps)."""
         return max((int(line["step"]) for line in self.recent), default=0)
 
     def latest(self, *names: str) -> float | None:
-        """Return the last value that was logged under the first of these names that has any."""
+        """Return the last value logged under the first of these names that has one; or ``None``."""
         for name in names:
             for lines in (self.recent, self.lines) if name.startswith("eval/") else (self.recent,):
                 found = next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
@@ -282,7 +291,7 @@ class RunInfo:
 
     @property
     def age(self) -> float:
-        """Seconds since something was logged, or else since the run was made."""
+        """Seconds since the last log entry, or else since the start."""
         for name in (METRICS_FILE, RECORD_FILE, CONFIG_FILE):
             with contextlib.suppress(OSError):
                 return max(0.0, time.time() - (self.path / name).stat().st_mtime)
@@ -292,7 +301,7 @@ class RunInfo:
     def state(self) -> str:
         """One of ``running``, ``finished``, ``evaluated``, ``interrupted``, ``pruned``, ``failed``, ``killed``.
 
-        A run without a record, made by an older version, that nobody trains has ``stopped``.
+        A run of an older version without a record is ``stopped`` if it is not running.
         """
         if is_running(self.path):
             return "running"
@@ -306,38 +315,43 @@ class RunInfo:
         return "evaluated" if self.evaluations else "finished"
 
     def overrides(self) -> dict[str, str]:
-        """Return the flags that changed the config, as pairs of name and value."""
-        pairs: dict[str, str] = {}
-        name = ""
-        for word in self.record.overrides:
-            if word.startswith("--") and not word[2:3].isdigit():
-                name, _, value = word[2:].partition("=")
-                pairs[name] = value
-            elif name:
-                pairs[name] = f"{pairs[name]} {word}".strip()
-        return pairs
+        """Return the values of the flags that changed the config, by name."""
+        return flag_values(self.record.overrides)
+
+
+def flag_values(words: Sequence[str]) -> dict[str, str]:
+    """Return the values of the flags of a command line, by name."""
+    pairs: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--") and not word[2:3].isdigit():
+            name, _, value = word[2:].partition("=")
+            pairs[name] = value
+        elif name:
+            pairs[name] = f"{pairs[name]} {word}".strip()
+    return pairs
 
 
 def is_running(folder: Path) -> bool:
-    """Tell whether a process trains in a folder, without taking its lock, which that process may just be about to."""
+    """Return whether a process trains in a folder, without acquiring its lock, which could make that process fail."""
     holder = None
     with contextlib.suppress(OSError), (folder / LOCK_FILE).open("rb") as file:
         holder = read_holder(file)
     if holder is None:
         return False
     if holder["host"] != socket.gethostname():
-        return True  # nobody here can know better
+        return True  # cannot be checked from this machine
     try:
         opened = [os.path.realpath(entry) for entry in Path(f"/proc/{int(holder['pid'])}/fd").iterdir()]
     except PermissionError:
-        return True  # of another user, but it is there
+        return True  # a process of another user
     except (OSError, ValueError):
         return False
     return os.path.realpath(folder / LOCK_FILE) in opened
 
 
 def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log that are whole and hold a step."""
+    """Yield the complete lines of a log that contain a step."""
     for line in data.split(b"\n")[:-1]:
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
@@ -346,13 +360,13 @@ def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _numbers(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a line; those that are not finite are ``None``, as the log itself has them."""
+    """Return the numbers of a line; non-finite ones are ``None``, as in the log."""
     numbers = {name: value for name, value in entry.items() if value is None or isinstance(value, int | float)}
     return {name: None if value is None or not abs(value) < _MOST else value for name, value in numbers.items()}
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the runs in a folder and below, in the order of their names; what is inside a run is none."""
+    """Return the runs in a folder and its subfolders, sorted by name; folders of runs are not searched further."""
     if is_run(folder):
         return [folder]
     found: list[Path] = []
@@ -364,7 +378,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def read_group(folder: Path) -> dict[str, Any] | None:
-    """Return what a folder of runs that belong together says about them; ``None`` if it is no such folder."""
+    """Return the content of ``group.json`` in a folder; ``None`` if there is none."""
     with contextlib.suppress(OSError, ValueError):
         data = json.loads((folder / GROUP_FILE).read_text(encoding="utf-8"))
         return _checked_group(data) if isinstance(data, dict) else None
@@ -372,7 +386,7 @@ def read_group(folder: Path) -> dict[str, Any] | None:
 
 
 def _checked_group(data: dict[str, Any]) -> dict[str, Any]:
-    """Return what is as it should be in the content of a ``group.json``."""
+    """Return the valid parts of a ``group.json``."""
     kept = [name for name, value in data.items() if isinstance(value, _GROUPED.get(name, object))]
     group = {name: data[name] for name in kept}
     if "seeds" in group:
@@ -381,11 +395,13 @@ def _checked_group(data: dict[str, Any]) -> dict[str, Any]:
         group["space"] = {name: domain for name, domain in group["space"].items() if _is_domain(domain)}
     if "trials" in group:
         group["trials"] = [trial for trial in group["trials"] if _is_trial(trial)]
+    if "confirmed" in group:
+        group["confirmed"] = [entry for entry in group["confirmed"] if _is_confirmed(entry)]
     return group
 
 
 def _is_domain(domain: Any) -> bool:
-    """Tell whether something says what a sweep searches in."""
+    """Return whether data is a valid domain of a sweep."""
     if not isinstance(domain, dict):
         return False
     is_interval = all(isinstance(domain.get(name), int | float) for name in ("low", "high"))
@@ -393,7 +409,7 @@ def _is_domain(domain: Any) -> bool:
 
 
 def _is_trial(trial: Any) -> bool:
-    """Tell whether something is a trial of a sweep as ``group.json`` has it."""
+    """Return whether data is a valid trial of a sweep."""
     if not isinstance(trial, dict) or any(name not in trial for name in _TRIAL):
         return False
     is_number = trial["value"] is None or isinstance(trial["value"], int | float)
@@ -401,8 +417,16 @@ def _is_trial(trial: Any) -> bool:
     return is_number and is_named and isinstance(trial["number"], int) and isinstance(trial["params"], dict)
 
 
+def _is_confirmed(entry: Any) -> bool:
+    """Return whether data is a valid entry of a sweep's confirmation."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        return False
+    is_trial = entry.get("trial") is None or isinstance(entry["trial"], int)
+    return is_trial and isinstance(entry.get("value"), int | float) and isinstance(entry.get("scores"), list)
+
+
 def format_seeds(seeds: Sequence[int]) -> str:
-    """Return seeds as the command line takes them: ``0..4,9``."""
+    """Return seeds in the format of the command line: ``0..4,9``."""
     parts: list[list[int]] = []
     for seed in seeds:
         if parts and seed == parts[-1][-1] + 1:
@@ -413,7 +437,7 @@ def format_seeds(seeds: Sequence[int]) -> str:
 
 
 def program_command() -> str:
-    """Return the command line of this process, if it is one of this package's."""
+    """Return the command line of this process if it is a command of this package, else an empty string."""
     name = Path(sys.argv[0]).name
     if name in ("embodichain", "__main__.py"):
         return shlex.join(["embodichain", *sys.argv[1:]])

@@ -1,15 +1,15 @@
-"""What surrounds the training loop of a run: its folder and the lock on it, its logs, signals that stop it.
+"""The folder of a run, its log, and the signals that stop it.
 
 The folder of a run::
 
-    train_config.json           the resolved config: it starts the same run again
-    metrics.jsonl               every logged scalar, one line per iteration or evaluation
-    run.json                    how it was started, on which machine and versions, and how it ended
-    events.out.tfevents...      the same for TensorBoard
-    checkpoints/step_.../       the latest checkpoints; the links ``latest`` and ``best`` name two of them
+    train_config.json           the resolved config, which reproduces the run
+    metrics.jsonl               all logged scalars, one line per iteration or evaluation
+    run.json                    how the run was started, machine, versions, and how it ended
+    events.out.tfevents...      the scalars for TensorBoard
+    checkpoints/step_.../       the latest checkpoints; ``latest`` and ``best`` are links to two of them
     videos/step_....mp4         one episode of each evaluation
     failure/                    batch, policy and simulation at the first NaN (of other ranks: failure_rank_...)
-    run.lock                    host and process that train in this folder; locked as long as they do
+    run.lock                    host and process that train in this folder; locked while they do
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from embodichain.agents.rl.checkpoint import (
     is_checkpoint,
     list_checkpoints,
     load_checkpoint,
+    no_checkpoint,
     restore_former,
     save_checkpoint,
 )
@@ -72,17 +73,17 @@ from embodichain.extras import require
 LATEST = "latest"
 WANDB_FILE = "wandb_run.txt"
 _UNFINISHED = re.compile(rf"\.step_[0-9]+\.[0-9]+\.partial|\.({LATEST}|{BEST})\.[0-9]+")
-"""Names of checkpoints and links that were being written when their process was killed."""
+"""Names of unfinished checkpoints and links, left by a killed process."""
 _STDERR = 2
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Ctrl-C, and what schedulers send before they end a job: Slurm, for one, SIGTERM, or what ``--signal`` asks for."""
+"""Ctrl-C, and the signals that schedulers send before they end a job, such as Slurm's SIGTERM or ``--signal``."""
 _ALWAYS_TAKEN = (signal.SIGINT, signal.SIGTERM)
-"""The others are left to a program that has a handler for them, or ignores them, as ``nohup`` does."""
+"""The other signals are only handled if the program neither handles nor ignores them, as ``nohup`` does."""
 _LOG = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """Where a run's files are, which process may write them, and which checkpoints stay."""
+    """The folder of a run: its paths, its lock, and its checkpoints."""
 
     def __init__(self, path: Path, keep: int = 2) -> None:
         self.path = path
@@ -91,9 +92,9 @@ class RunFolder:
         self.metrics = path / METRICS_FILE
         self.lock = RunLock(path)
         self.is_new = False
-        """Whether this process made the folder."""
+        """Whether this process created the folder."""
         self.new_parents: list[Path] = []
-        """Whether it made the one above, too."""
+        """Parent folders that did not exist before."""
         self.is_named = True
         """Whether the user chose its name."""
         self.origin = RunOrigin()
@@ -101,11 +102,11 @@ class RunFolder:
 
     @classmethod
     def create(cls, cfg: RunConfig) -> RunFolder:
-        """Make the folder of a new run and lock it; ``TrainingStateError`` if there is a checkpoint in it already."""
+        """Create the folder of a new run and lock it; raise ``TrainingStateError`` if it contains a checkpoint."""
         name, number = f"{cfg.trainer.exp_name}_{time.strftime('%Y%m%d-%H%M%S')}", 1
         path = Path(cfg.trainer.run_dir or Path(cfg.trainer.output_dir) / name)
         new_parents = [parent for parent in path.parents if not os.path.lexists(parent)]
-        while cfg.trainer.run_dir is None and not _is_new(path):  # a run of this name was started in the same second
+        while cfg.trainer.run_dir is None and not _is_new(path):  # another run was started in the same second
             number += 1
             path = path.with_name(f"{name}-{number}")
         folder = cls(path)
@@ -125,20 +126,20 @@ class RunFolder:
         return folder
 
     def discard(self) -> None:
-        """Remove the folder of a run that failed before it had learned anything, if this process made it for that."""
+        """Remove the folder of a run that failed before its first update, if this process created it."""
         steps = [checkpoint_step(checkpoint) for checkpoint in list_checkpoints(self.checkpoints, damaged=True)]
-        kept = 0 if self.is_named else 1  # the first checkpoint holds nothing but what the config and the seed say
+        kept = 0 if self.is_named else 1  # the first checkpoint is determined by config and seed
         is_used = len(steps) >= kept + 1 or any(steps) or (self.metrics.is_file() and _has_line(self.metrics))
         if self.is_new and not is_used and not (self.path / "failure").exists():
             shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run may be in one of them by now
+            with contextlib.suppress(OSError):  # not empty: another run may use it by now
                 for parent in self.new_parents:
                     parent.rmdir()
 
     def begin(self, cfg: RunConfig) -> None:
-        """Write the config of a new run, and remove what one without a checkpoint has left.
+        """Write the config of a new run, and remove the files of an earlier run that saved no checkpoint.
 
-        ``TrainingStateError`` if what is there may be more than that: nothing is changed then.
+        Raises ``TrainingStateError``, without changes, if the folder may contain anything else.
         """
         logs = [file for file in (self.metrics, *self.path.glob("events.out.tfevents.*")) if os.path.lexists(file)]
         is_run = (self.path / CONFIG_FILE).exists()
@@ -156,14 +157,14 @@ class RunFolder:
         self._forget_unfinished()
 
     def _check_not_begun(self) -> None:
-        """Raise ``TrainingStateError`` if there must be checkpoints that cannot be seen: they come before the log."""
+        """Raise ``TrainingStateError`` if checkpoints are missing: there is a log, which starts after the first one."""
         if os.path.lexists(self.checkpoints) and not os.path.isdir(self.checkpoints):
             kind = "a link to what is not there" if self.checkpoints.is_symlink() else "no folder"
             raise TrainingStateError(
                 f"{self.checkpoints} is {kind}: mount or restore the folder to continue the run, or choose another "
                 "--trainer.run_dir to begin one"
             )
-        first = re.compile(r"\.step_0+\.[0-9]+\.partial")  # it was killed while it saved the first one
+        first = re.compile(r"\.step_0+\.[0-9]+\.partial")  # killed while saving the first checkpoint
         if any(first.fullmatch(path.name) for path in self.checkpoints.glob(".step_*.partial")):
             return
         if self.metrics.is_file() and _has_line(self.metrics):
@@ -174,12 +175,12 @@ class RunFolder:
             )
 
     def configure(self, cfg: RunConfig) -> None:
-        """Write the config into the folder, and keep as many checkpoints as it says."""
+        """Write the config to the folder, and apply its ``keep_checkpoints``."""
         self.keep = cfg.trainer.keep_checkpoints
         save_config(cfg, self.path / CONFIG_FILE)
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> Path:
-        """Write a checkpoint, let ``latest`` (and ``best``) point at it, and remove those that nothing points at."""
+        """Write a checkpoint, link it as ``latest`` (and ``best``), and remove old ones, except the best."""
         saved = save_checkpoint(self.checkpoints / f"step_{step:012d}", state)
         for name in (LATEST, BEST) if best else (LATEST,):
             self._link(name, saved)
@@ -190,9 +191,9 @@ class RunFolder:
         return saved
 
     def load_latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest intact checkpoint and its content; ``None`` if there is none at all.
+        """Return the newest intact checkpoint and its content; ``None`` if there is no checkpoint.
 
-        Later ones that are damaged make way for those that are made again, but are kept under another name.
+        Newer ones that are damaged are renamed, as the run will write them again.
         """
         damaged: dict[Path, CheckpointError] = {}
         for checkpoint in reversed(list_checkpoints(self.checkpoints, damaged=True)):
@@ -204,7 +205,9 @@ class RunFolder:
                 damaged[checkpoint] = error
                 continue
             for path, problem in damaged.items():
-                _LOG.warning("%s; it is kept as %s, and the run continues from %s", problem, _put_by(path), checkpoint)
+                _LOG.warning(
+                    "%s; it is kept as %s, and the run continues from %s", problem, _rename_damaged(path), checkpoint
+                )
             return checkpoint, state
         if damaged:
             problems = "; ".join(map(str, damaged.values()))
@@ -215,7 +218,7 @@ class RunFolder:
         return None
 
     def forget_after(self, step: int) -> None:
-        """Remove what an interrupted run left unfinished, and checkpoints of steps that are about to be made again."""
+        """Remove unfinished files of an interrupted run, and checkpoints after ``step``, which will be repeated."""
         self.lock.acquire()
         restore_former(self.checkpoints)
         self._forget_unfinished()
@@ -234,12 +237,12 @@ class RunFolder:
                 unfinished.unlink(missing_ok=True)
 
     def _link(self, name: str, checkpoint: Path) -> None:
-        """Let a link point at a checkpoint; at any time it points at the old one or the new one."""
+        """Atomically point a link at a checkpoint."""
         fresh, link = self.checkpoints / f".{name}.{os.getpid()}", self.checkpoints / name
         with writing(link):
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(checkpoint.name)
-            if link.is_dir() and not link.is_symlink():  # a copy that was made without links
+            if link.is_dir() and not link.is_symlink():  # the run was copied without symbolic links
                 shutil.rmtree(link)
             fresh.replace(link)
 
@@ -250,7 +253,7 @@ def _has_line(file: Path) -> bool:
 
 
 def _is_new(path: Path) -> bool:
-    """Make a folder; tell whether nobody was quicker."""
+    """Create a folder; return whether it is new."""
     with writing(path):
         try:
             path.mkdir(parents=True)
@@ -260,7 +263,7 @@ def _is_new(path: Path) -> bool:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint (or the link to it) that nobody needs; one that cannot be removed ends no training."""
+    """Remove a checkpoint or the link to it; log a warning if that fails."""
     if checkpoint.is_symlink():
         with contextlib.suppress(OSError):
             checkpoint.unlink()
@@ -270,8 +273,8 @@ def _remove(checkpoint: Path) -> None:
         _LOG.warning("%s is not needed any more, but cannot be removed", checkpoint)
 
 
-def _put_by(checkpoint: Path) -> Path:
-    """Give a damaged checkpoint a name that is not taken; return it."""
+def _rename_damaged(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint to a free name; return its new path."""
     number, kept = 1, checkpoint.with_name(f"damaged_{checkpoint.name.lstrip('.')}")
     while os.path.lexists(kept):
         number += 1
@@ -283,7 +286,7 @@ def _put_by(checkpoint: Path) -> Path:
 
 @contextmanager
 def locked_run(given: str | os.PathLike[str], ranks: Ranks) -> Iterator[RunFolder]:
-    """Keep other processes out of the folder of a run that is to be continued; ``given`` may be a checkpoint of it."""
+    """Lock the folder of a run to resume; ``given`` is the folder or one of its checkpoints."""
     path = Path(given)
     with ranks.together("locking the folder of the run"):
         if ranks.is_first:
@@ -300,7 +303,7 @@ def locked_run(given: str | os.PathLike[str], ranks: Ranks) -> Iterator[RunFolde
 
 
 def _run_of(path: Path) -> Path:
-    """Return the folder of a run, given that or the folder of one of its checkpoints."""
+    """Return the folder of a run, given that folder or one of its checkpoints."""
     if os.path.isdir(path / CHECKPOINTS) or os.path.isfile(path / CONFIG_FILE):
         return path
     for place in (path, Path(os.path.realpath(path))) if "\0" not in str(path) else ():
@@ -308,14 +311,13 @@ def _run_of(path: Path) -> Path:
             return place.parent.parent
     if is_checkpoint(path):
         raise TrainingStateError(f"{path} is not in the folder of a run, which is needed to continue it")
-    shown = str(path) if str(path).isprintable() else ascii(str(path))
-    raise CheckpointError(f"{shown}: expected a checkpoint or a run with a checkpoint in it, found neither")
+    raise no_checkpoint(path)
 
 
 def open_folder(cfg: RunConfig, folder: RunFolder | None, ranks: Ranks, anew: bool = False) -> RunFolder:
-    """Return the folder of a run, which the first rank makes; the others may be on machines that do not have it.
+    """Return the folder of a run, which the first rank creates; other ranks may be on machines without access to it.
 
-    ``anew`` begins the run again in a folder that is given.
+    ``anew`` restarts the run in the given folder.
     """
     made = ""
     with ranks.together("making the folder of the run"):
@@ -332,9 +334,9 @@ def open_folder(cfg: RunConfig, folder: RunFolder | None, ranks: Ranks, anew: bo
 
 
 def run_to_continue(trainer: RunSettings, ranks: Ranks) -> Path | None:
-    """Return the folder of the run if torchrun starts the ranks and it has a checkpoint there; ``None`` for a new run.
+    """Return ``run_dir`` if torchrun started the ranks and the folder has a checkpoint; ``None`` for a new run.
 
-    The first rank decides. If another one has a checkpoint and it has none, a machine was lost: ``RankError``.
+    The first rank decides. Raises ``RankError`` if only another rank has a checkpoint, because a machine was replaced.
     """
     saved: list[Path] = []
     with ranks.together("looking for a checkpoint"):
@@ -358,9 +360,9 @@ def run_to_continue(trainer: RunSettings, ranks: Ranks) -> Path | None:
 def read_saved(
     run: str | os.PathLike[str], folder: RunFolder, command: str
 ) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-    """Return where the config of a run to continue was read, that config, and the checkpoint, if there is one.
+    """Return the source of the config of a run to resume, the config, and the checkpoint or ``None``.
 
-    ``run`` is the run's folder or one of its checkpoints. ``CheckpointError`` if another command began it.
+    ``run`` is the run's folder or one of its checkpoints. Raises ``CheckpointError`` if another command started it.
     """
     is_named = folder.path != Path(run)
     found = (Path(run), load_checkpoint(run)) if is_named else folder.load_latest()
@@ -386,18 +388,18 @@ def read_saved(
 def telling_how_to_continue(
     folder: RunFolder, trusted_modules: Collection[str] = (), ranks: Ranks | None = None, command: str = "train"
 ) -> Iterator[None]:
-    """Add to an error that ends a run the command that continues it; one that has learned nothing leaves no folder."""
+    """Record an error that ends a run, and add the command that resumes it; remove the folder of an empty run."""
     former = RunRecord.read(folder.path)
     try:
         yield
     except BaseException as error:
         is_first = ranks is None or ranks.is_first
-        if is_first and RunRecord.read(folder.path) != former:  # or else it was not continued: it is what it was
+        if is_first and RunRecord.read(folder.path) != former:  # otherwise the run was not started or resumed
             RunRecord.end(folder.path, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
         if is_first:
             folder.discard()
         continues = isinstance(error, EmbodiChainError | KeyboardInterrupt) and not isinstance(error, ConfigError)
-        if continues and "--resume" not in str(error):  # a wrong config stays wrong
+        if continues and "--resume" not in str(error):  # resuming does not fix a wrong config
             with contextlib.suppress(EmbodiChainError):
                 find_checkpoint(folder.path)
                 trusted = trusted_modules or ([] if former is None else former.trusted_modules)
@@ -406,7 +408,7 @@ def telling_how_to_continue(
 
 
 def resume_command(run: Path, trusted_modules: Collection[str] = (), command: str = "train") -> str:
-    """Return the command that continues a run as it was started; several machines have more options."""
+    """Return the command that resumes a run, with the launcher it was started with."""
     launcher = ""
     if is_launched():
         several = int(os.environ["WORLD_SIZE"]) > local_count()
@@ -417,14 +419,14 @@ def resume_command(run: Path, trusted_modules: Collection[str] = (), command: st
 
 
 class RunLog:
-    """Writes scalars to TensorBoard, to a file with one JSON object per line, and to Weights & Biases if asked to."""
+    """Logs scalars to TensorBoard, to a JSON lines file, and optionally to Weights & Biases."""
 
     def __init__(self, run: RunFolder, cfg: RunConfig, resumed_at: int | None = None, evaluated: bool = True) -> None:
-        """Continue the log at step ``resumed_at``; ``evaluated`` tells whether the evaluation there is over."""
+        """Open the log, at step ``resumed_at`` if given; ``evaluated``: whether that step is already evaluated."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         if resumed_at is not None:
-            _cut(run.metrics, resumed_at, evaluated)
+            _remove_repeated_lines(run.metrics, resumed_at, evaluated)
         self._file = run.metrics
         self._lines = run.metrics.open("a", encoding="utf-8")
         purge = None if resumed_at is None else resumed_at + 1
@@ -432,7 +434,7 @@ class RunLog:
         self._wandb = _start_wandb(run, cfg) if cfg.trainer.use_wandb else None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log named numbers; NaN and infinity become ``null`` in the JSON lines."""
+        """Log scalars by name; NaN and infinity become ``null`` in the JSON lines."""
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         with self._writing():
             for name, value in scalars.items():
@@ -443,20 +445,20 @@ class RunLog:
             self._wandb.log(dict(scalars), step=step)
 
     def video(self, step: int, file: Path) -> None:
-        """Log a video where that is possible; it is in the run's folder in any case."""
+        """Log a video to Weights & Biases, if used."""
         if self._wandb is not None:
             wandb = require("wandb", extra="track")
             self._wandb.log({"eval/video": wandb.Video(str(file), format="mp4")}, step=step)
 
     def flush(self) -> None:
-        """Write everything to the disk, as it must be before a checkpoint is saved."""
+        """Flush everything to the disk, as is required before a checkpoint is saved."""
         with self._writing():
             self._tensorboard.flush()
             self._lines.flush()
             os.fsync(self._lines.fileno())
 
     def close(self) -> None:
-        """Write out everything; calling it twice is fine."""
+        """Flush and close the log; may be called repeatedly."""
         try:
             with self._writing():
                 self._lines.close()
@@ -468,7 +470,7 @@ class RunLog:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn errors of the disk into one that says what to do."""
+        """Turn an ``OSError`` into an ``OutputError`` that says what to do."""
         try:
             yield
         except OSError as error:
@@ -478,8 +480,8 @@ class RunLog:
             ) from error
 
 
-def _cut(file: Path, step: int, evaluated: bool) -> None:
-    """Drop lines that are logged again: those of later steps, and of an evaluation that was not saved."""
+def _remove_repeated_lines(file: Path, step: int, evaluated: bool) -> None:
+    """Remove lines that will be logged again: of later steps, and of an evaluation that was not saved."""
     try:
         kept = [line for line in read_metrics(file) if line["step"] <= step]
         kept = [line for line in kept if evaluated or line["step"] < step or "eval/return" not in line]
@@ -491,7 +493,7 @@ def _cut(file: Path, step: int, evaluated: bool) -> None:
 
 
 def _start_wandb(run: RunFolder, cfg: RunConfig) -> Any:
-    """Open the run at Weights & Biases, the same one when resumed."""
+    """Open the run at Weights & Biases; a resumed run continues the same one."""
     wandb = require("wandb", extra="track")
     file = run.path / WANDB_FILE
     run_id = file.read_text().strip() if file.exists() else wandb.util.generate_id()
@@ -501,21 +503,21 @@ def _start_wandb(run: RunFolder, cfg: RunConfig) -> Any:
 
 
 class StopSignals:
-    """While active, the first Ctrl-C (or signal of a scheduler) asks the loop to stop; another Ctrl-C interrupts it.
+    """Inside the block, the first Ctrl-C or scheduler signal requests a stop; a second Ctrl-C interrupts at once.
 
-    Schedulers and launchers may send their signals more than once, and different ones: only the first counts. SIGHUP
-    and SIGUSR1 stay with a program that handles or ignores them itself.
+    Schedulers and launchers may send several signals, of which only the first counts. SIGHUP and SIGUSR1 are not
+    handled if the program handles or ignores them itself.
     """
 
     def __init__(self, aloud: bool = True) -> None:
-        """``aloud`` prints at once that a signal has come."""
+        """``aloud`` prints a message as soon as a signal arrives."""
         self._aloud = aloud
         self.received: int | None = None
-        """Number of the signal that asked to stop."""
+        """Number of the signal that requested the stop."""
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python handles signals in this thread only
             for number in _STOP_SIGNALS:
                 former = signal.getsignal(number)
                 if former is signal.SIG_DFL or (number in _ALWAYS_TAKEN and former is not None):
@@ -533,7 +535,7 @@ class StopSignals:
                 raise KeyboardInterrupt
             return
         self.received = number
-        if self._aloud:  # by no stream or lock, as the signal may interrupt a write to one
+        if self._aloud:  # os.write, as the signal may have interrupted a write to a locked stream
             with contextlib.suppress(OSError):
                 clear = "\r\x1b[2K" if os.isatty(_STDERR) else ""
                 os.write(_STDERR, f"{clear}stopping after this iteration; Ctrl-C stops at once\n".encode())

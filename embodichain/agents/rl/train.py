@@ -1,6 +1,6 @@
-"""From a config to a trained policy: names become objects here, and nowhere else.
+"""Train a policy from a config: the only place that turns the names in a config into objects.
 
-``python -m embodichain.agents.rl.train --config CONFIG`` does the same as ``embodichain train CONFIG``.
+``python -m embodichain.agents.rl.train --config CONFIG`` is equivalent to ``embodichain train CONFIG``.
 """
 
 import logging
@@ -43,6 +43,7 @@ from embodichain.agents.rl.config import (
     load_train_config,
     override,
     tell_amounts,
+    warn_about_clone,
     warn_about_config,
 )
 from embodichain.agents.rl.models.mlp import free_memory
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_launch(distributed: bool | None) -> None:
-    """Raise ConfigError if the flag asks for several processes, or for one, and torchrun did not start them so."""
+    """Raise ``ConfigError`` if ``--distributed`` or ``--no-distributed`` contradicts how the process was launched."""
     if distributed and not is_torchrun() and not is_launched():
         command = "torchrun --nproc-per-node=2 -m embodichain train CONFIG"
         raise ConfigError(f"--distributed: torchrun starts the processes, one for each GPU: {command}", "command line")
@@ -104,7 +105,7 @@ def _check_launch(distributed: bool | None) -> None:
 
 
 def report(result: TrainingResult, trusted_modules: Collection[str] = (), command: str = "train") -> str:
-    """Return what a person wants to know after a run of a command."""
+    """Return the summary that is printed after a run."""
     speed = result.global_step / result.seconds if result.seconds else 0.0
     end = "interrupted" if result.reason == "interrupted" else f"ended by {result.reason}"
     lines = [f"{result.global_step} steps in {result.seconds:.0f} s ({speed:.0f} steps/s), {end}"]
@@ -122,7 +123,10 @@ def train_from_config(
     trusted_modules: Collection[str] = (),
     console: Console | None = None,
 ) -> TrainingResult:
-    """Train from a config or its path, with overrides ``["--trainer.seed", "1"]``; torchrun continues a saved run."""
+    """Train from a config or its path, with overrides such as ``["--trainer.seed", "1"]``.
+
+    When torchrun restarts the processes, the run continues from its latest checkpoint.
+    """
     trusted_modules = locate_trusted(trusted_modules, config_folders(config_path))
     if isinstance(config_path, TrainCfg):
         cfg = complete(config_path, trusted_modules)
@@ -142,7 +146,7 @@ def train_from_config(
 def resume_training(
     run: PathLike, overrides: Sequence[str] = (), trusted_modules: Collection[str] = (), console: Console | None = None
 ) -> TrainingResult:
-    """Continue a run from its latest intact checkpoint (or from the checkpoint given), as if it had never stopped."""
+    """Resume a run from its latest intact checkpoint, or from the given checkpoint."""
     trusted_modules = locate_trusted(trusted_modules, config_folders())
     with joined_ranks() as ranks:
         return _continue(run, overrides, trusted_modules, console, ranks)
@@ -152,7 +156,8 @@ def _continue(
     run: PathLike, overrides: Sequence[str], trusted_modules: Collection[str], console: Console | None, ranks: Ranks
 ) -> TrainingResult:
     with locked_run(run, ranks) as folder:
-        cfg, state = _read_run(run, folder, overrides, trusted_modules, ranks)
+        with telling_how_to_continue(folder, trusted_modules, ranks):
+            cfg, state = _read_run(run, folder, overrides, trusted_modules, ranks)
         origin = RunOrigin(overrides=tuple(overrides))
         with opened_trainer(cfg, folder, state, trusted_modules, console, ranks, origin) as trainer:
             return trainer.train()
@@ -161,9 +166,9 @@ def _continue(
 def _read_run(
     run: PathLike, folder: RunFolder, overrides: Sequence[str], trusted_modules: Collection[str], ranks: Ranks
 ) -> tuple[TrainCfg, dict[str, Any] | None]:
-    """Return config and checkpoint of a run to continue; the first rank reads them for all.
+    """Return the config and checkpoint of a run to resume; the first rank reads them and sends them to the others.
 
-    There is no checkpoint if the run was killed before its first one.
+    The checkpoint is ``None`` if the run was killed before it saved one.
     """
     saved: tuple[str, dict[str, Any], dict[str, Any] | None] | None = None
     with ranks.together("reading the checkpoint"):
@@ -184,9 +189,9 @@ def opened_trainer(
     ranks: Ranks,
     origin: RunOrigin | None = None,
 ) -> Iterator[Trainer]:
-    """Build the trainer of a new run, or of the one in a folder, whose state is restored; release it in the end.
+    """Build a trainer, restore ``state`` if given, and close its environments and collector on exit.
 
-    ``origin`` is kept in the folder of the run.
+    ``folder`` is the folder of the run to resume, ``None`` for a new run. ``origin`` is stored in it.
     """
     with ranks.together("looking for its device"):
         check_devices(cfg)
@@ -215,10 +220,10 @@ def build_trainer(
     ranks: Ranks | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> Trainer:
-    """Construct everything a completed config describes, and the trainer that holds it.
+    """Build everything that a completed config describes, and return the trainer.
 
-    ``resumed``: a checkpoint of the run itself that is restored afterwards, so the policy need not begin from another
-    one, and its teacher is the one that it had.
+    ``resumed`` is the checkpoint of this run that the caller restores afterwards. If given, ``init_from`` is ignored
+    and the teacher is the one that the run used before.
     """
     ranks = Ranks() if ranks is None else ranks
     given, cfg = cfg, for_rank(cfg, ranks)
@@ -239,6 +244,8 @@ def build_trainer(
         policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
         if settings.init_from is not None and resumed is None:
             begin_from(settings.init_from, policy)
+            if ranks.is_first:
+                warn_about_clone(given, policy)
         env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
         algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
         if algorithm.teacher_source is not None:
@@ -259,8 +266,10 @@ def build_trainer(
 
 
 def begin_from(source: str, policy: Policy) -> None:
-    """Give a policy the weights of a run or checkpoint, as an untrained one's; a critic that they lack stays new, and
-    one that the policy lacks is left out. So is what only an auxiliary loss trains."""
+    """Load the weights of a run or checkpoint into a new policy, and reset its version to 0.
+
+    If only one of the two has a critic or an ``auxiliary`` head, that part is skipped.
+    """
     try:
         folder = find_checkpoint(source, "best")
         state = load_checkpoint(folder)
@@ -286,15 +295,17 @@ def _part(name: str) -> str:
 def _known_teacher(
     cfg: TrainCfg, resumed: Mapping[str, Any] | None, trusted_modules: Collection[str]
 ) -> Teacher | None:
-    """Return the teacher that a run to continue had, if no other one is named and a checkpoint still holds it: the
-    teacher's run may have a better one by now."""
+    """Return the teacher that a resumed run used before, found by the digest of its weights.
+
+    ``None`` if the config names another teacher, or if no checkpoint of the teacher's run has these weights any more.
+    """
     known = {} if resumed is None else resumed["algorithm"].get("teacher", {})
     named = cfg.algorithm.cfg.get("teacher")
     if resumed is None or not known.get("source") or resumed["config"]["algorithm"]["cfg"].get("teacher") != named:
         return None
     recorded = Path(known["source"])
     for folder in (recorded, *reversed(list_checkpoints(recorded.parent))):
-        with suppress(ConfigError):  # a checkpoint that is not intact holds nothing
+        with suppress(ConfigError):  # a damaged checkpoint
             teacher = load_teacher(str(folder), cfg.trainer.device, trusted_modules)
             if content_digest(teacher.policy) == known["digest"]:
                 return teacher
@@ -316,13 +327,13 @@ def load_teacher(source: str, device: str, trusted_modules: Collection[str]) -> 
 
 
 def _actions(environment: Any) -> Any:
-    """Return how a config turns actions into motions, where it says so."""
+    """Return ``env.actions`` of an environment config, ``None`` if it is not set."""
     settings = environment.get("env") if isinstance(environment, Mapping) else None
     return settings.get("actions") if isinstance(settings, Mapping) else None
 
 
 def warn_about_length(buffer_size: int, limit: int | None, algorithm: str) -> None:
-    """Warn of rollouts that begin with new episodes and end before these have reached their time limit."""
+    """Warn if rollouts start with new episodes and are shorter than the episodes' time limit."""
     if limit is not None and buffer_size < limit:
         _LOG.warning(
             "trainer.buffer_size is %d, an episode has up to %d steps: %s begins every rollout with new episodes, so "
@@ -333,7 +344,7 @@ def warn_about_length(buffer_size: int, limit: int | None, algorithm: str) -> No
 
 
 def check_rollouts_fit(trainer: TrainerCfg, env: VecEnv, policy: Policy) -> None:
-    """Raise ``ConfigError`` if rollouts need more memory than there is, before anything is collected."""
+    """Raise ``ConfigError`` if rollouts need more memory than is free."""
     device, count = policy.device, trainer.collector.max_policy_lag + 2 if trainer.collects_async else 1
     numbers = 16 + math.prod(env.action_space.shape or (1,))  # besides observations: rewards, values, flags, ...
     needed = env.num_envs * trainer.buffer_size * count * (space_bytes(env.observation_space) + 4 * numbers)
@@ -347,18 +358,18 @@ def check_rollouts_fit(trainer: TrainerCfg, env: VecEnv, policy: Policy) -> None
 
 @dataclass(frozen=True)
 class EnvMaker:
-    """Makes the environments that a config describes, in this process or in another."""
+    """A picklable factory of the environments that a config describes."""
 
     gym_config: dict[str, Any]
     trusted_modules: tuple[str, ...] = ()
     num_groups: int = 1
-    """Groups that take turns at the policy."""
+    """Groups of environments for pipelined collection."""
     chunk_size: int = 1
     """Actions per decision."""
     processes: int = 0
-    """Processes that simulate; 0: none but this one."""
+    """Number of simulation processes; 0 simulates in the calling process."""
     timeouts: tuple[float, float] = (START_TIMEOUT, STEP_TIMEOUT)
-    """Seconds that a process that simulates may take to start, and for a step."""
+    """Timeouts of a simulation process in seconds: for its start and for each step."""
 
     def __call__(self) -> VecEnv:
         """Return new environments."""
@@ -378,7 +389,7 @@ class EnvMaker:
 
 
 def make_eval_env(cfg: RunConfig, trusted_modules: Collection[str] = (), **changes: Any) -> VecEnv:
-    """Return the environments that a policy of this config is evaluated in."""
+    """Return the evaluation environments of a config; ``changes`` override its environment settings."""
     settings = cfg.trainer
     num_envs = min(settings.num_eval_envs, settings.num_eval_episodes)
     chosen: dict[str, Any] = {"num_envs": num_envs, "seed": settings.eval_seed} | changes
@@ -387,16 +398,16 @@ def make_eval_env(cfg: RunConfig, trusted_modules: Collection[str] = (), **chang
 
 
 def in_chunks(env: VecEnv, chunk_size: int) -> VecEnv:
-    """Return environments that take chunks of actions."""
+    """Wrap environments so that each step takes a chunk of ``chunk_size`` actions."""
     if isinstance(env, GroupedEnv) and env.is_divisible:
         return GroupedEnv([in_chunks(group, chunk_size) for group in env.groups]) if chunk_size > 1 else env
     return env.in_chunks(chunk_size) if isinstance(env, RemoteEnv) else chunked(env, chunk_size)
 
 
 def algorithm_settings(cfg: TrainCfg) -> dict[str, Any]:
-    """Return the algorithm's settings, without CUDA graphs if a collecting thread uses the same GPU.
+    """Return the algorithm's settings, with CUDA graphs disabled if a collector thread uses the same GPU.
 
-    Testing whether a step can be recorded forbids the process to wait for the GPU, as a collecting thread does.
+    The test whether a step can be captured forbids GPU synchronisation in the whole process, including that thread.
     """
     trainer, settings = cfg.trainer, dict(cfg.algorithm.cfg)
     in_thread = trainer.collects_async and trainer.collector.worker == "thread"
@@ -409,13 +420,13 @@ def algorithm_settings(cfg: TrainCfg) -> dict[str, Any]:
 def build_collector(
     trainer: TrainerCfg, env: VecEnv, make_env: EnvMaker, algorithm: BaseAlgorithm
 ) -> SyncCollector | AsyncCollector:
-    """Return the collector that a config asks for; a collecting process makes environments of its own."""
+    """Build the collector of a config; with worker processes, ``env`` is closed and each makes its own."""
     policy, device = algorithm.acting, algorithm.device
-    wants: dict[str, Any] = {"start_rollout": algorithm.start_rollout, "return_discount": algorithm.return_discount}
+    options: dict[str, Any] = {"start_rollout": algorithm.start_rollout, "return_discount": algorithm.return_discount}
     if not trainer.collects_async:
         threads, stages = trainer.collect_threads, trainer.collector.pipeline_stages
-        sync = SyncCollector(env, policy, device, num_threads=threads, pipeline_stages=stages, **wants)
-        if trainer.collector.env_processes:  # they are replaced; an error in this process shows where it is
+        sync = SyncCollector(env, policy, device, num_threads=threads, pipeline_stages=stages, **options)
+        if trainer.collector.env_processes:  # only processes are replaced: an error in this process is a bug to show
             sync.recovery = EnvRecovery(trainer.collector.max_restarts, silence=max(make_env.timeouts))
         return sync
     cfg, adopt = trainer.collector, trainer.collector.adopt
@@ -430,9 +441,9 @@ def build_collector(
     )
     buffer = VLABuffer((cfg.max_policy_lag + 1) * env.num_envs * trainer.buffer_size, device)
     if cfg.worker != "thread":
-        env.close()  # its spaces are known by now
+        env.close()  # only its spaces were needed
     source = env if cfg.worker == "thread" else make_env
-    return AsyncCollector(source, policy, buffer, device, cfg=cfg, make_env=make_env, **wants)
+    return AsyncCollector(source, policy, buffer, device, cfg=cfg, make_env=make_env, **options)
 
 
 if __name__ == "__main__":

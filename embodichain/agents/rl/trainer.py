@@ -1,4 +1,4 @@
-"""The training loop: collect, update, log, evaluate, save; the same for synchronous and asynchronous collectors."""
+"""The training loop for synchronous and asynchronous collectors: collect, update, log, evaluate, save."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class Trainer(RunLoop):
         eval_env: VecEnv | None = None,
         console: Console | None = None,
     ) -> None:
-        """Prepare a run; ``cfg`` is complete (see ``config.complete``), ``eval_env`` is needed to evaluate."""
+        """Create a trainer; ``cfg`` is completed by ``config.complete``, ``eval_env`` is only needed for evaluation."""
         algorithm.check_num_envs(env.num_envs)
         settings, ranks = cfg.trainer, algorithm.ranks
         super().__init__(cfg, algorithm.policy, folder, eval_env, console, ranks)
         self.env, self.algorithm, self.collector = env, algorithm, collector
-        owned = env if isinstance(collector, SyncCollector) else None  # other collectors step it at any time
+        owned = env if isinstance(collector, SyncCollector) else None  # an asynchronous collector steps it at any time
         failure = folder.path / (f"failure_rank_{ranks.rank}" if ranks.rank else "failure")
         self.guard = NanGuard(owned, self.policy, failure) if settings.nan_guard else None
         self._update_threads = settings.update_threads or update_threads(self.policy, algorithm.cfg.batch_size)
 
     def train(self) -> TrainingResult:
-        """Train until a stop criterion is met or a signal interrupts the run, and save the state at the end."""
+        """Train until a stop criterion is met or a signal interrupts the run, then save a checkpoint."""
         settings = self.cfg.trainer
         self._began = time.perf_counter() - self.counters.seconds
         with self.ranks.together("locking the folder of the run"):
@@ -94,7 +94,7 @@ class Trainer(RunLoop):
         return self._result(reason)
 
     def _stop_reason(self, signals: StopSignals) -> StopReason | None:
-        """Return why training ends here: any rank was interrupted, or the first one's clock and evaluations decide."""
+        """Return why training stops, or ``None``: an interrupt on any rank, or a stop criterion on the first rank."""
         self._update_clock()
         own = "interrupted" if signals.received is not None else self._criterion_met()
         answers = self.ranks.exchange([own, self.counters.seconds])
@@ -102,7 +102,7 @@ class Trainer(RunLoop):
         return "interrupted" if any(reason == "interrupted" for reason, _ in answers) else answers[0][0]
 
     def _criterion_met(self) -> StopReason | None:
-        """Return which of the config's limits or targets is reached."""
+        """Return which limit or target of the config is reached, or ``None``."""
         settings, now = self.cfg.trainer, self.counters
         if settings.iterations is not None and now.iteration >= settings.iterations:
             return "iterations"
@@ -111,8 +111,7 @@ class Trainer(RunLoop):
         return self.limit_met()
 
     def _progress(self, ahead: int = 0) -> float:
-        """Return the share of the training that is over: by the clock only if nothing else ends it; or the share that
-        will be, after the iterations ``ahead``."""
+        """Return the fraction of training done after ``ahead`` more iterations; of time if only that is limited."""
         settings, now = self.cfg.trainer, self.counters
         limit = num_iterations(settings, self.ranks.count, now.iteration, now.global_step)
         if limit is None:
@@ -132,7 +131,7 @@ class Trainer(RunLoop):
         return rollout
 
     def _log_iteration(self, rollout: TensorDictBase, measures: Scalars, began: float, collected: float) -> None:
-        """Count, log and show one iteration."""
+        """Advance the counters, write the log and refresh the progress display."""
         updated = time.perf_counter()
         rows = self.ranks.exchange([count_transitions(rollout), dict(self.collector.statistics())])
         steps, statistics = sum(row[0] for row in rows), merge_statistics([row[1] for row in rows])
@@ -151,11 +150,10 @@ class Trainer(RunLoop):
         self.view.show(self.global_step, share, now.mean_return, now.success_rate)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint of the same run, exactly where it was saved if as many ranks saved it.
+        """Restore a checkpoint of this run; training then continues as if it had not stopped.
 
-        An environment that cannot be saved begins new episodes, and so do all if the number of ranks is another one or
-        rollouts are collected in another way.
-        The random generators come last, as everything else may draw from them.
+        Environments start new episodes if their state cannot be saved, or if the number of ranks or the way rollouts
+        are collected has changed. Random generators are restored last, as the other steps may draw from them.
         """
         with self.ranks.together("resuming"), reading_checkpoint("the checkpoint"):
             ranks, self.counters = self.ranks, Counters.from_data(state["trainer"])
@@ -171,7 +169,7 @@ class Trainer(RunLoop):
             self.algorithm.load_state_dict(state["algorithm"])
             if same_ranks and change is None:
                 self.collector.load_state_dict(own["collector"], env_state)
-            later_seed = ranks.seed(self.cfg.trainer.seed + self.counters.iteration)  # not the episodes of the start
+            later_seed = ranks.seed(self.cfg.trainer.seed + self.counters.iteration)  # not the first episodes again
             if env_state is None:
                 self.collector.reset(seed=later_seed)
             else:
@@ -190,7 +188,7 @@ class Trainer(RunLoop):
     def _state(self) -> dict[str, Any] | None:
         """Return the content of a checkpoint, on the first rank; see ``checkpoint.py``."""
         with self.collector.hold():
-            env, collector = self.collector.env_state(), self.collector.state_dict()  # the former may get a new env
+            env, collector = self.collector.env_state(), self.collector.state_dict()  # env_state() may replace the env
             of_ranks = self.ranks.to_first({"collector": collector, "env": env, "random": get_random_state()})
             if not of_ranks:
                 return None
@@ -207,12 +205,12 @@ class Trainer(RunLoop):
 
 
 def saved_ranks(state: Mapping[str, Any]) -> int:
-    """Return how many ranks a checkpoint was saved by."""
+    """Return the number of ranks that saved a checkpoint."""
     return 1 + len(state.get("other_ranks", ()))
 
 
 def collector_change(state: Mapping[str, Any], trainer: TrainerCfg) -> str | None:
-    """Return why the environments and rollouts in a checkpoint do not fit the collector of this run, if so."""
+    """Return why this run cannot restore the collector's state of a checkpoint; ``None`` if it can."""
     collector, saved, was_async = state["collector"], state["config"]["trainer"], "queue" in state["collector"]
     what = None
     if collector and was_async != trainer.collects_async:
@@ -226,7 +224,7 @@ def collector_change(state: Mapping[str, Any], trainer: TrainerCfg) -> str | Non
 
 
 def resume_message(state: Mapping[str, Any], collector: AsyncCfg, ranks: int) -> str | None:
-    """Return what a person has to know about the episodes of a resumed run; ``None`` if all of them continue."""
+    """Return a message if a resumed run starts new episodes; ``None`` if all episodes continue."""
     if saved_ranks(state) != ranks:
         return f"saved by {saved_ranks(state)} rank(s), resumed by {ranks}: all environments begin new episodes"
     if state["env"] is not None:
@@ -237,7 +235,7 @@ def resume_message(state: Mapping[str, Any], collector: AsyncCfg, ranks: int) ->
 
 
 def merge_statistics(rows: Sequence[Scalars]) -> dict[str, float]:
-    """Return averages over ranks: those of episodes by the number of episodes, others where a rank has them."""
+    """Merge the statistics of all ranks: sums of counts, means of all others (``episode/...`` weighted by episodes)."""
     if len(rows) == 1:
         return dict(rows[0])
     merged: dict[str, float] = {}

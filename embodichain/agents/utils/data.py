@@ -1,4 +1,4 @@
-"""Experience of parallel environments: a step-by-step buffer and minibatches of dictionaries of tensors."""
+"""Experience of parallel environments: a rollout buffer, and minibatches of dictionaries of tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
@@ -17,7 +17,7 @@ def swap_and_flatten01(arr: Tensor) -> Tensor: ...
 @overload
 def swap_and_flatten01(arr: None) -> None: ...
 def swap_and_flatten01(arr: Tensor | None) -> Tensor | None:
-    """Turn ``[num_steps, num_envs, ...]`` into ``[num_envs * num_steps, ...]``; ``None`` stays ``None``.
+    """Reshape ``[num_steps, num_envs, ...]`` to ``[num_envs * num_steps, ...]``; None is returned unchanged.
     Row ``env * num_steps + step`` of the result is ``arr[step, env]``."""
     if arr is None:
         return None
@@ -30,7 +30,7 @@ class ExperienceBuffer(nn.Module):
     """Rollout storage for parallel environments, one ``[num_steps, num_envs, ...]`` tensor per key.
 
     Keys are torch buffers, so ``buffer.to(device)`` moves them all and ``buffer.obs`` reads one. ``store_dict`` maps
-    each key to a count of what has been written: ``i + 1`` for step ``i``, ``total_sum()`` once all steps are there.
+    each key to the sum of ``i + 1`` over the written steps ``i``, which is ``total_sum()`` once all are written.
     Writing a step again replaces it.
 
     >>> buffer = ExperienceBuffer(num_envs=1024, num_steps=16)
@@ -50,7 +50,7 @@ class ExperienceBuffer(nn.Module):
         self._written: dict[str, np.ndarray] = {}
 
     def register_key(self, key: str, shape: Sequence[int] = (), dtype: torch.dtype = torch.float) -> None:
-        """Make room for ``[num_steps, num_envs, *shape]`` under a name that must be new."""
+        """Allocate ``[num_steps, num_envs, *shape]`` under a new name."""
         if key in self.store_dict:
             raise ExperienceError(f"key {key!r} is registered already")
         storage = torch.zeros((self.num_steps, self.num_envs, *shape), dtype=dtype, device=self.device)
@@ -91,21 +91,21 @@ class ExperienceBuffer(nn.Module):
         self.store_dict[key] = int(written @ np.arange(1, self.num_steps + 1))
 
     def total_sum(self) -> float:
-        """Return the count of a complete key in ``store_dict``: 1 + 2 + ... + num_steps."""
+        """Return the value of a complete key in ``store_dict``: 1 + 2 + ... + num_steps."""
         return self.num_steps * (self.num_steps + 1) / 2
 
     def get_dict(self) -> dict[str, Tensor]:
-        """Return the storage of every key, ``[num_steps, num_envs, ...]``, as it is: no copy, no check."""
+        """Return the storage of every key, ``[num_steps, num_envs, ...]``, without copy or check."""
         return get_dict(self)
 
     def make_dict(self) -> dict[str, Tensor]:
         """Return copies ``[num_envs * num_steps, ...]`` of a complete rollout and start the next one.
-        A step that was never written is an error that names the key and the step."""
+        Raises ``ExperienceError`` if a step of a key was not written."""
         for key, written in self._written.items():
             if not written.all():
                 count = f"{written.sum()} of {self.num_steps} steps are there"
                 raise ExperienceError(f"Problem with {key!r}: step {written.argmin()} was not written ({count})")
-        # With a single step or env, swapping needs no copy; the result must not share memory with the next rollout.
+        # With a single step or env, swapping returns a view, which the next rollout would overwrite.
         is_view = self.num_steps == 1 or self.num_envs == 1
         flat = {key: swap_and_flatten01(storage) for key, storage in get_dict(self).items()}
         for key in self.store_dict:
@@ -115,16 +115,16 @@ class ExperienceBuffer(nn.Module):
 
 
 def get_dict(buffer: ExperienceBuffer) -> dict[str, Tensor]:
-    """Return the storage of every key of a buffer, ``[num_steps, num_envs, ...]``, as it is: no copy, no check."""
+    """Return the storage of every key of a buffer, ``[num_steps, num_envs, ...]``, without copy or check."""
     return {key: buffer.get_buffer(key) for key in buffer.store_dict}
 
 
 class DictDataset(Dataset[dict[str, Tensor]]):
     """Minibatches ``[batch_size, ...]`` of a dictionary of tensors.
 
-    The longest tensor sets the number of rows, ``num_tensors``; shorter ones start again from their first row.
-    ``shuffle=True`` draws a new order for every pass. ``dataset[i]`` is a minibatch, so a plain ``for`` and ``len``
-    count minibatches. Row ``j`` of a pass is row ``shuffled_to_original[j]`` of the tensors.
+    The longest tensor sets the number of rows, ``num_tensors``; shorter ones are repeated cyclically. ``shuffle=True``
+    draws a new order for every pass. ``dataset[i]`` is a minibatch, so iteration and ``len`` are in minibatches. Row
+    ``j`` of a pass is row ``shuffled_to_original[j]`` of the tensors.
 
     >>> dataset = DictDataset(batch_size=2, tensor_dict={"obs": torch.arange(4)}, shuffle=True)
     >>> for batch in dataset:
@@ -149,7 +149,7 @@ class DictDataset(Dataset[dict[str, Tensor]]):
             self.shuffle()
 
     def shuffle(self) -> None:
-        """Draw a new order of the rows from torch's global random state."""
+        """Draw a new order of the rows with torch's global generator."""
         self.shuffled_to_original = torch.randperm(self.num_tensors).numpy()
         self._is_fresh = True
 

@@ -1,4 +1,4 @@
-"""``GymnasiumVecEnv``: a ``gymnasium.vector.VectorEnv`` of any autoreset mode behind the contract of ``VecEnv``."""
+"""``GymnasiumVecEnv`` adapts a ``gymnasium.vector.VectorEnv`` of any autoreset mode to the ``VecEnv`` contract."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from embodichain.envs.gymnasium_env.construct import (
     SubEnvStates,
     env_limit,
     env_name,
+    explain_old_interface,
     resolve_spec,
     single_env,
     time_limit,
@@ -34,24 +35,24 @@ from embodichain.envs.random import combine
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
 from embodichain.errors import ConfigError, EnvContractError, RenderingError
 
-_SEED_MASK = (1 << 31) - 1  # some simulators behind Gymnasium take 32-bit seeds only
-_AHEAD = 64  # episodes whose seeds are computed at once, so that a reset costs a look-up
+_SEED_MASK = (1 << 31) - 1  # some simulators accept 32-bit seeds only
+_AHEAD = 64  # number of episode seeds computed at once, so that a reset is a table lookup
 _OWN = (SyncVectorEnv, AsyncVectorEnv, TaskGymnasiumVectorEnv)
-"""Vector envs whose ``reset`` takes one seed per env and honours ``reset_mask``."""
+"""Vector envs whose ``reset`` accepts one seed per env and ``reset_mask``."""
 
 
 class EpisodeSeeds:
-    """Seeds of episodes in [0, 2**31): hashes of (seed, env index, episode number), whatever ``num_envs`` is."""
+    """Episode seeds in [0, 2**31): hashes of (seed, env index, episode number), independent of ``num_envs``."""
 
     def __init__(self, num_envs: int, seed: int) -> None:
         self.state = torch.zeros(num_envs, 2, dtype=torch.int64)
-        """The key of each env's stream, and the number of its next episode."""
+        """The stream key and the next episode number of each env, ``[num_envs, 2]``."""
         self._next = self.state.numpy()[:, 1]
         self._table = np.zeros((num_envs, _AHEAD), dtype=np.int64)
         self.seed(torch.arange(num_envs), seed)
 
     def seed(self, ids: Tensor, seed: int) -> None:
-        """Give these envs the streams of ``(seed, env index)`` from their first episode on."""
+        """Restart the streams of these envs at the first episode of ``(seed, env index)``."""
         self.set_state(
             ids, torch.stack([combine(torch.full_like(ids, seed & ((1 << 62) - 1)), ids), torch.zeros_like(ids)], dim=1)
         )
@@ -77,9 +78,9 @@ class EpisodeSeeds:
 
 
 class GymnasiumVecEnv(VecEnv):
-    """A Gymnasium vector env as a ``VecEnv``; the package's docstring describes the autoreset modes and seeds.
+    """A Gymnasium vector env as a ``VecEnv``; see the package docstring for autoreset modes and seeds.
 
-    The smaller of ``max_episode_steps`` and its own limit holds, if there is one. ``seed`` (default: random) determines
+    The time limit is the smaller of ``max_episode_steps`` and the env's own. ``seed`` (default: random) determines the
     episode seeds.
     """
 
@@ -111,7 +112,7 @@ class GymnasiumVecEnv(VecEnv):
         self.supports_state = self._states is not None
         self._elapsed = np.zeros(self.num_envs, dtype=np.int64)
         self._episode = np.full(self.num_envs, -1, dtype=np.int64)
-        self._rows: Rows | None = None  # the observation last returned; None before the first reset
+        self._rows: Rows | None = None  # last returned observation; None before the first reset
 
     @classmethod
     def from_factory(
@@ -124,7 +125,7 @@ class GymnasiumVecEnv(VecEnv):
         device: torch.device | str = "cpu",
         seed: int | None = None,
     ) -> GymnasiumVecEnv:
-        """Vectorise ``num_envs`` envs made by a function: in this process, or ``asynchronous`` in one process each."""
+        """Vectorise ``num_envs`` envs made by a function, in this process or (``asynchronous``) in one process each."""
         if num_envs < 1:
             raise ConfigError(f"num_envs: expected at least 1, got {num_envs}")
         makers = [make_env] * num_envs
@@ -134,7 +135,7 @@ class GymnasiumVecEnv(VecEnv):
             if max_episode_steps is None:
                 with contextlib.closing(make_env()) as env:
                     max_episode_steps = env_limit(env)
-            # Only the adapter resets, by mask, each episode from its own seed; and its encoder copies anyway.
+            # Only the adapter resets, by mask and with one seed per episode. Its encoder copies observations.
             vector_env = AsyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
         return cls(vector_env, device=device, max_episode_steps=max_episode_steps, seed=seed)
 
@@ -162,7 +163,11 @@ class GymnasiumVecEnv(VecEnv):
         if self._rows is None:
             raise EnvContractError("call reset() before the first step()")
         native = self._decode(self.action_manager.unwrap(action, torch.from_numpy(self._elapsed)).numpy())
-        batch, reward, terminated, truncated, infos = self.vector_env.step(native)
+        try:
+            batch, reward, terminated, truncated, infos = self.vector_env.step(native)
+        except (AttributeError, TypeError, ValueError) as error:
+            explain_old_interface(error, self.name, "step")
+            raise
         self._elapsed += 1
         terminated, native_end = np.asarray(terminated, np.bool_), np.logical_or(terminated, truncated)
         truncated = np.array(truncated, np.bool_)
@@ -183,7 +188,7 @@ class GymnasiumVecEnv(VecEnv):
             "episode_seed": self._tensor(self._episode),
             "gymnasium": infos,
         }
-        flags = torch.from_numpy(truncated).to(self.device)  # copied above
+        flags = torch.from_numpy(truncated).to(self.device)  # already a copy
         return obs, self._tensor(reward, np.float32), self._tensor(terminated), flags, info
 
     def get_state(self) -> TensorDict:
@@ -243,7 +248,7 @@ class GymnasiumVecEnv(VecEnv):
         self.vector_env.close()
 
     def _reset_envs(self, mask: np.ndarray, seed: int | Tensor | None) -> tuple[Any, dict[str, Any]]:
-        """Reset the envs of ``mask`` ``[num_envs]``: each from the seed of its episode, or all from one seed."""
+        """Reset the envs of ``mask`` ``[num_envs]``, each with its episode seed, or all with one seed."""
         ids = np.flatnonzero(mask)
         given: Any = seed
         if self._own:
@@ -251,16 +256,20 @@ class GymnasiumVecEnv(VecEnv):
             given = np.where(mask, self._episode, np.array(None)).tolist()
         elif isinstance(seed, Tensor) or (seed is not None and len(ids) < self.num_envs):
             raise EnvContractError(f"{self.vector_env} takes one seed for all envs: reset all, with an int")
-        if mask.all():
-            return self.vector_env.reset(seed=given)
-        if not self._own and self._mode is AutoresetMode.SAME_STEP:
+        if not mask.all() and not self._own and self._mode is AutoresetMode.SAME_STEP:
             raise EnvContractError(
                 f"{self.vector_env} cannot reset envs {ids.tolist()[:10]} alone: it is no vector env of Gymnasium's own"
             )
-        return self.vector_env.reset(seed=given, options={"reset_mask": mask.copy()})
+        options = {} if mask.all() else {"options": {"reset_mask": mask.copy()}}
+        try:
+            batch, infos = self.vector_env.reset(seed=given, **options)
+        except (AttributeError, TypeError, ValueError) as error:
+            explain_old_interface(error, self.name, "reset")
+            raise
+        return batch, infos
 
     def _next_seeds(self, ids: np.ndarray, seed: int | Tensor | None) -> np.ndarray:
-        """Return the seeds in [0, 2**31) of the episodes that begin in these envs."""
+        """Return the seeds in [0, 2**31) of the next episodes of these envs."""
         checked = None if seed is None else self.resolve_seed(seed, len(ids))
         if isinstance(checked, Tensor):
             if bool((checked < 0).any()):
@@ -272,14 +281,14 @@ class GymnasiumVecEnv(VecEnv):
         return self._streams.take(ids)
 
     def _reset_done(self, rows: Rows, done: np.ndarray, native_end: np.ndarray) -> Rows:
-        """Begin the next episode of the envs that are done and return the observation of all envs."""
+        """Start the next episodes of the done envs and return the observation of all envs."""
         self._elapsed[done] = 0
         if self._mode is AutoresetMode.SAME_STEP and not self._own:
-            done = done & ~native_end  # the vector env reset the others itself, and takes no seed for them
+            done = done & ~native_end  # the vector env has reset the others itself, without a seed
         if not done.any():
             return rows
         first: Rows = self._encode(self._reset_envs(done, None)[0])
-        # Gymnasium's own in this process returns exactly what the other envs observed before.
+        # In-process vector envs of Gymnasium return unchanged observations for the other envs.
         repeats = type(self.vector_env) in (SyncVectorEnv, RowwiseSyncVectorEnv)
         return first if repeats else choose(torch.from_numpy(done), first, rows)
 
@@ -288,7 +297,7 @@ class GymnasiumVecEnv(VecEnv):
         final = infos.get("final_obs")
         if final is None:
             raise EnvContractError(f"{self.vector_env} is in SAME_STEP autoreset mode but gave no info['final_obs']")
-        if isinstance(final, np.ndarray) and final.dtype == object:  # one observation per env that ended
+        if isinstance(final, np.ndarray) and final.dtype == object:  # one observation per ended env
             space = self.vector_env.single_observation_space
             some = final[np.flatnonzero(ended)[0]]
             rest = [final[i] if ended[i] else some for i in range(self.num_envs)]
@@ -296,7 +305,7 @@ class GymnasiumVecEnv(VecEnv):
         return choose(torch.from_numpy(ended), self._encode(final), rows)
 
     def _metrics(self, infos: dict[str, Any], ended: np.ndarray) -> dict[str, Tensor]:
-        """Return ``success`` as the envs report it, in SAME_STEP mode in ``final_info`` where they ended."""
+        """Return ``success`` as reported by the envs; in SAME_STEP mode, ended envs report it in ``final_info``."""
         final = infos.get("final_info")
         for name in ("is_success", "success"):
             now, last = infos.get(name), final.get(name) if isinstance(final, dict) else None
@@ -311,12 +320,12 @@ class GymnasiumVecEnv(VecEnv):
         return obs if self.device.type == "cpu" else obs.to(self.device)
 
     def _tensor(self, values: Any, dtype: Any = None) -> Tensor:
-        """Return a tensor on the env's device that shares nothing with ``values``."""
+        """Return a copy of ``values`` as a tensor on the env's device."""
         return torch.from_numpy(np.array(values, dtype=dtype)).to(self.device)
 
 
 def _rgb_image(frame: Any) -> Image.Image:
-    """Return the image that an env's ``render`` gave: grey, RGB or RGBA, or the last of several."""
+    """Return the RGB image of an env's ``render``, which may be grey, RGB, RGBA, or a list (the last one counts)."""
     several = isinstance(frame, list | tuple) and len(frame) > 0 and isinstance(frame[-1], np.ndarray)
     pixels = np.asarray(frame[-1] if several else frame)
     if pixels.ndim == 3 and pixels.shape[2] == 1:
@@ -329,7 +338,7 @@ def _rgb_image(frame: Any) -> Image.Image:
 
 
 def _autoreset_mode(vector_env: VectorEnv, own: bool) -> AutoresetMode:
-    """Return when the vector env resets envs that are done, unless a reset could then look like a step."""
+    """Return the autoreset mode of a vector env; raise ``EnvContractError`` if a reset could count as a step."""
     given, base = vector_env.metadata.get("autoreset_mode"), vector_env.unwrapped
     try:
         mode = given if isinstance(given, AutoresetMode) else AutoresetMode(given)
@@ -360,7 +369,7 @@ def make_gymnasium(
 ) -> GymnasiumVecEnv:
     """Make ``num_envs`` envs of a Gymnasium id; ``kwargs`` go to the environment's constructor.
 
-    ``"my_module:MyEnv-v0"`` needs a trusted ``my_module``. ``max_episode_steps`` replaces the registered limit, if any.
+    ``"my_module:MyEnv-v0"`` needs a trusted ``my_module``. ``max_episode_steps`` replaces the registered time limit.
     """
     arguments = dict(kwargs or {})
     reserved = [name for name in ("id", "max_episode_steps", "disable_env_checker") if name in arguments]

@@ -1,4 +1,4 @@
-"""From an id or a function to a vector env that leaves resetting to us, and the exact state of its envs."""
+"""Builds vector envs without autoreset from an id or a function, and saves and restores the state of their envs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import copy
 import difflib
 import importlib
+import re
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +23,18 @@ from embodichain.extras import module_name
 _KNOWN_WRAPPERS = (gym.wrappers.TimeLimit, gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)
 _COMPATIBILITY = ("GymV21Environment-v0", "GymV26Environment-v0")
 _MASK = (1 << 64) - 1
+_UNPACK = "values to unpack \\(expected {}|cannot unpack|has no attribute '(items|keys)'"
+_OLD = {
+    "step": re.compile(_UNPACK.format(5)),
+    "reset": re.compile(_UNPACK.format(2) + "|string indices must be|unexpected keyword argument '(seed|options)'"),
+}
+"""Messages of the errors that results or arguments of the old interface cause in Gymnasium."""
 
 
 class RowwiseSyncVectorEnv(SyncVectorEnv):
-    """Resets the rows of ``reset_mask`` alone where observations are plain arrays, and leaves resetting to the caller.
+    """A ``SyncVectorEnv`` without autoreset that updates only the rows of ``reset_mask`` if observations are arrays.
 
-    Gymnasium's own rebuilds all observations at every reset. The next step or reset overwrites what this one returns.
+    Gymnasium's own rebuilds all observations at every reset. Returned observations are overwritten by the next call.
     """
 
     def __init__(self, makers: Sequence[Callable[[], gym.Env]]) -> None:
@@ -56,29 +64,54 @@ class RowwiseSyncVectorEnv(SyncVectorEnv):
             return super().step(actions)
 
     def __repr__(self) -> str:
-        return f"{env_name(self.envs[0])} ({self.num_envs} envs)"  # what its user knows it by
+        return f"{env_name(self.envs[0])} ({self.num_envs} envs)"
 
     @contextlib.contextmanager
     def _declared_shapes(self, call: str) -> Iterator[None]:
-        """Raise ``EnvContractError`` where an observation that was just returned has another shape than declared."""
+        """Raise ``EnvContractError`` if an observation just returned does not have its declared shape."""
         try:
             yield
         except ValueError as error:
             for observation in self._env_obs:
-                if problem := _mismatch(self.single_observation_space, observation):
+                if observation is not None and (problem := _mismatch(self.single_observation_space, observation)):
                     raise EnvContractError(
                         f"{env_name(self.envs[0])}: {call}() returned {problem}. Correct the observation or the space"
                     ) from error
             raise
 
 
+def explain_old_interface(error: Exception, name: str, call: str) -> None:
+    """Raise ``EnvContractError`` if ``step`` or ``reset`` failed because of the interface of old Gym environments.
+
+    That is the case if the caller in Gymnasium, rather than the environment, could not use what it got. Gymnasium does
+    not tell where an error of an asynchronous environment was raised.
+    """
+    module = str([frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)][-1])
+    if not module.startswith(("gymnasium.", "embodichain.envs.gymnasium_env")) or not _OLD[call].search(str(error)):
+        return
+    expected, remedy = {
+        "step": (
+            "step must return (obs, reward, terminated, truncated, info)",
+            "Return terminated and truncated apart",
+        ),
+        "reset": ("reset must take seed and options and return (obs, info)", "Return the info beside the observation"),
+    }[call]
+    wrap = "wrap an environment of old Gym by shimmy.GymV21CompatibilityV0 (pip install shimmy)"
+    if module == "gymnasium.vector.async_vector_env":
+        raise EnvContractError(
+            f"{name}: {call} failed in another process: {error} (asynchronous: false shows where). If it has the "
+            f"interface of old Gym: {expected}. {remedy}, or {wrap}"
+        ) from error
+    raise EnvContractError(f"{name}: {expected}, but: {error}. {remedy}, or {wrap}") from error
+
+
 def env_name(env: gym.Env) -> str:
-    """Return what the user of an env knows it by: its id, or else its class."""
+    """Return the id of an env, or its class name if it has none."""
     return type(env.unwrapped).__name__ if env.spec is None else str(env.spec.id)
 
 
 def _mismatch(space: gym.Space[Any], observation: Any, path: str = "observation") -> str | None:
-    """Return how an observation differs from what its space declares; ``None`` if in nothing that shows."""
+    """Return how an observation differs from its space, or ``None`` if keys and shapes match."""
     if isinstance(space, gym.spaces.Dict):
         missing = [key for key in space.spaces if not isinstance(observation, Mapping) or key not in observation]
         if missing:
@@ -94,17 +127,17 @@ def _mismatch(space: gym.Space[Any], observation: Any, path: str = "observation"
 class SubEnvStates:
     """Reads and writes the states of the envs of a ``SyncVectorEnv`` as uint8 ``[num_envs, num_bytes]``.
 
-    It is for envs whose whole state is known: Gymnasium's own classic-control and MuJoCo tasks, bare or in the wrappers
-    that ``gymnasium.make`` adds. A row holds the random generator, the step counter and the arrays of the simulation.
+    Supported are Gymnasium's own classic-control and MuJoCo tasks, with the wrappers of ``gymnasium.make`` at most. A
+    row holds the random generator, the step counter and the arrays of the simulation.
     """
 
     def __init__(self, envs: Sequence[gym.Env], fields: Sequence[str]) -> None:
-        """``fields`` are the arrays of a MuJoCo task's ``MjData``; a classic-control task has none."""
+        """``fields`` are the arrays of ``MjData`` to save; empty for classic control."""
         self._envs, self._fields = envs, fields
 
     @classmethod
     def of(cls, vector_env: VectorEnv) -> SubEnvStates | None:
-        """Return the access to a vector env's states, or ``None`` where it could not be exact."""
+        """Return the states of a vector env, or ``None`` if they could not be restored exactly."""
         if not isinstance(vector_env, SyncVectorEnv) or type(vector_env) not in (SyncVectorEnv, RowwiseSyncVectorEnv):
             return None
         if any(type(wrapper) not in _KNOWN_WRAPPERS for env in vector_env.envs for wrapper in _wrappers(env)):
@@ -114,7 +147,7 @@ class SubEnvStates:
             return cls(vector_env.envs, ())
         if not all(type(core).__module__.startswith("gymnasium.envs.mujoco.") for core in cores):
             return None
-        # All arrays of fixed size: rewards need body positions, which lag by a substep; the arena lives for one step.
+        # All arrays of fixed size, as rewards use body positions, which lag by a substep. The arena lives for one step.
         fresh = type(cores[0].data)(cores[0].model)
         named = {name: getattr(fresh, name) for name in dir(fresh) if not name.startswith("_")}
         return cls(vector_env.envs, [n for n, array in named.items() if isinstance(array, np.ndarray) and array.size])
@@ -127,7 +160,7 @@ class SubEnvStates:
         return np.stack([np.concatenate(row) for row in rows])
 
     def write(self, env_ids: np.ndarray, states: np.ndarray) -> None:
-        """Put the rows of ``states`` into these envs, which were reset at least once."""
+        """Write the rows of ``states`` into these envs, which must have been reset before."""
         for i, row in zip(env_ids.tolist(), states, strict=True):
             env, core, offset, parts = self._envs[i], self._envs[i].unwrapped, 0, []
             for like in self._arrays(env):
@@ -154,7 +187,7 @@ class SubEnvStates:
                 getattr(core.data, name)[...] = value
             return
         core.state = first.astype(np.float32) if others[0][0] == 1 else first
-        if "steps_beyond_terminated" in vars(core):  # CartPole counts steps after the end; we never make one
+        if "steps_beyond_terminated" in vars(core):  # CartPole counts steps after termination, which never happen here
             core.steps_beyond_terminated = None
 
 
@@ -186,7 +219,7 @@ def _set_generator(env: gym.Env, words: np.ndarray) -> None:
 
 
 def resolve_spec(id: str, trusted_modules: Collection[str] = ()) -> EnvSpec:
-    """Return the registered spec of an id; ``module:Name-v0`` first imports ``module``, if it is trusted."""
+    """Return the registered spec of an id; ``module:Name-v0`` imports ``module`` first, which must be trusted."""
     module, _, name = id.rpartition(":")
     if module and module not in map(module_name, trusted_modules):
         raise UntrustedModuleError(
@@ -198,10 +231,10 @@ def resolve_spec(id: str, trusted_modules: Collection[str] = ()) -> EnvSpec:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             raise UnknownNameError(f"the module {module!r} of {id!r} cannot be imported: {error}") from error
-    if name in _COMPATIBILITY and "shimmy" not in trusted_modules:  # it imports whatever module its kwargs name
+    if name in _COMPATIBILITY and "shimmy" not in trusted_modules:  # it can import any module named in its kwargs
         raise UntrustedModuleError(f"{name} can import other modules: add 'shimmy' to the trusted modules to allow it")
     spec = gym.registry.get(name)
-    if spec is None:  # a name without a version means its highest
+    if spec is None:  # without a version, the highest one
         with contextlib.suppress(gym.error.Error):
             namespace, bare, version = parse_env_id(name)
             latest = find_highest_version(namespace, bare) if version is None else version
@@ -221,24 +254,24 @@ def resolve_spec(id: str, trusted_modules: Collection[str] = ()) -> EnvSpec:
 
 
 def single_env(spec: EnvSpec, kwargs: Mapping[str, Any], max_episode_steps: int | None) -> gym.Env:
-    """Make one env of a spec; ``max_episode_steps`` is for wrappers that ask for it."""
+    """Make one env of a spec; ``max_episode_steps`` is for additional wrappers that need it."""
     if not spec.additional_wrappers:
-        # The adapter keeps the order of calls and the time limit of all envs at once; wrappers would do it env by env.
+        # The adapter enforces call order and time limit for all envs at once, faster than per-env wrappers.
         spec, max_episode_steps = copy.deepcopy(spec), -1
         spec.order_enforce = False
-    # The spec itself is passed, never the id: Gymnasium imports a module that stands in an id.
+    # Pass the spec, never the id: Gymnasium would import a module named in the id.
     return gym.make(spec, max_episode_steps=max_episode_steps, disable_env_checker=True, **kwargs)
 
 
 def time_limit(asked: int | None, own: int | None) -> int | None:
-    """Return after how many steps episodes are truncated: the smaller of what is asked and what is known, if any."""
+    """Return the time limit in steps: the smaller of the requested and the env's own, or ``None``."""
     if asked is not None and (type(asked) is not int or asked < 1):
         raise ConfigError(f"max_episode_steps: expected an int of at least 1, got {asked!r}")
     return min((limit for limit in (asked, own) if limit is not None), default=None)
 
 
 def vector_limit(vector_env: VectorEnv) -> int | None:
-    """Return the limit that a vector env states, if any."""
+    """Return the time limit that a vector env declares, if any."""
     base = vector_env.unwrapped
     if isinstance(base, TaskGymnasiumVectorEnv):
         return base.max_episode_steps
@@ -246,7 +279,7 @@ def vector_limit(vector_env: VectorEnv) -> int | None:
 
 
 def env_limit(env: gym.Env) -> int | None:
-    """Return the smallest limit that an env's spec or its wrappers state, or the task of ours that it is."""
+    """Return the smallest time limit of an env's spec, its wrappers, or the task of this package that it wraps."""
     limits = [_spec_limit(env.spec), *(limit._max_episode_steps for limit in _limits(env))]
     if isinstance(env.unwrapped, TaskGymnasiumEnv):
         limits.append(env.unwrapped.vec_env.max_episode_steps)
@@ -256,5 +289,5 @@ def env_limit(env: gym.Env) -> int | None:
 def _spec_limit(spec: EnvSpec | None) -> int | None:
     if spec is None:
         return None
-    steps = spec.kwargs.get("max_episode_steps", spec.max_episode_steps)  # make_vec leaves the limit in kwargs
+    steps = spec.kwargs.get("max_episode_steps", spec.max_episode_steps)  # make_vec keeps the limit in kwargs
     return steps if isinstance(steps, int) and steps > 0 else None

@@ -1,14 +1,14 @@
-"""Between Gymnasium's spaces and the tensors of ``VecEnv``: observations one way, actions the other.
+"""Converts observations and actions between Gymnasium spaces and the tensors of ``VecEnv``.
 
-Observations (a batch as ``gymnasium.vector`` gives it, numpy, rows first) become a TensorDict ``[num_envs]``:
+Batched numpy observations of ``gymnasium.vector`` become a TensorDict ``[num_envs]``:
 
-* ``Dict`` keeps its keys, ``Tuple`` gets the keys ``"0"``, ``"1"``, ...; anything else becomes ``obs["state"]``.
-* ``Box`` and ``MultiBinary``: float32, whatever the precision was; uint8 (images, RAM) of a ``Box`` stays uint8.
-* ``Discrete(n)``: one-hot float32 ``[num_envs, n]``; ``MultiDiscrete``: its one-hot parts side by side.
+* ``Dict`` keeps its keys, a ``Tuple`` has the keys ``"0"``, ``"1"``, ...; anything else becomes ``obs["state"]``.
+* ``Box`` and ``MultiBinary`` become float32; a uint8 ``Box`` (images, RAM) stays uint8.
+* ``Discrete(n)`` becomes one-hot float32 ``[num_envs, n]``; ``MultiDiscrete``: its one-hot vectors, concatenated.
 
-Actions: a bounded ``Box`` is [-1, 1] for the policy and mapped affinely to its bounds (values beyond are clipped); a
-coordinate without both bounds is passed through, and our space says so. ``Discrete`` is ``[num_envs]`` int64 from zero;
-``MultiDiscrete`` and ``MultiBinary`` of any shape are ``[num_envs, action_dim]`` int64 from zero.
+Actions: bounded coordinates of a ``Box`` are rescaled from [-1, 1] to their bounds, and clipped; others are passed
+unchanged. ``Discrete`` is int64 ``[num_envs]``; ``MultiDiscrete`` and ``MultiBinary`` of any shape are int64
+``[num_envs, action_dim]``. Discrete actions start at 0.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,16 +26,16 @@ from embodichain.errors import EnvContractError
 Rows = dict[str, Any]
 """Encoded observations of all envs: nested dicts of CPU tensors ``[num_envs, ...]``."""
 Encode = Callable[[Any], Any]
-"""Turns one batch of a space into a CPU tensor, or into a dict of them."""
+"""Converts a batch of a space to a CPU tensor or a nested dict of CPU tensors."""
 Decode = Callable[[np.ndarray], np.ndarray]
-"""Turns one action of all envs into what a Gymnasium vector env expects, rows first."""
+"""Converts the actions of all envs to the format of a Gymnasium vector env."""
 _CPU = torch.device("cpu")
 _HUGE = 1e30
-"""Bounds beyond it are none: some environments write the largest number there is for infinity."""
+"""Larger bounds count as infinite: some environments use the largest float instead of infinity."""
 
 
 def choose(mask: Tensor, yes: Rows, no: Rows) -> Rows:
-    """Return new rows: those of ``yes`` where ``mask`` ``[num_envs]`` is true, those of ``no`` elsewhere."""
+    """Return new rows: ``yes`` where ``mask`` ``[num_envs]`` is true, ``no`` elsewhere."""
     return {
         name: choose(mask, yes[name], value)
         if isinstance(value, dict)
@@ -45,7 +45,7 @@ def choose(mask: Tensor, yes: Rows, no: Rows) -> Rows:
 
 
 def observation_encoder(source: gym.Space[Any]) -> tuple[spaces.Dict, Callable[[Any], Rows]]:
-    """Return the observation space as we offer it, and the function that turns its batches into rows."""
+    """Return the observation space of the ``VecEnv``, and the function that encodes batches of ``source``."""
     space, encode = _encoder(source, "observation")
     if isinstance(space, spaces.Dict):
         return space, encode
@@ -53,13 +53,13 @@ def observation_encoder(source: gym.Space[Any]) -> tuple[spaces.Dict, Callable[[
 
 
 def to_tensordict(rows: Rows, size: torch.Size) -> TensorDict:
-    """Build nested TensorDicts; the shapes are ours, so the costly checks of the public constructor are skipped."""
+    """Build nested TensorDicts; the shapes are known, so the costly checks of the public constructor are skipped."""
     source = {key: to_tensordict(value, size) if isinstance(value, dict) else value for key, value in rows.items()}
     return TensorDict._new_unsafe(source, batch_size=size, device=_CPU)
 
 
 def action_decoder(source: gym.Space[Any], num_envs: int) -> tuple[gym.Space[Any], Decode]:
-    """Return the action space as we offer it, and the function that turns a checked action into Gymnasium's batch."""
+    """Return the action space of the ``VecEnv``, and the function that converts validated actions for Gymnasium."""
     if isinstance(source, spaces.Discrete):
         start, kind = int(source.start), source.dtype
         return spaces.Discrete(int(source.n)), lambda action: (action + start).astype(kind)
@@ -79,7 +79,7 @@ def action_decoder(source: gym.Space[Any], num_envs: int) -> tuple[gym.Space[Any
     low, high = source.low.astype(np.float64).reshape(-1), source.high.astype(np.float64).reshape(-1)
     low, high = np.where(low < -_HUGE, -np.inf, low), np.where(high > _HUGE, np.inf, high)
     bounded = np.isfinite(low) & np.isfinite(high)
-    with np.errstate(invalid="ignore"):  # inf - inf, where there is no bound to map to
+    with np.errstate(invalid="ignore"):  # inf - inf where a bound is missing
         scale = np.where(bounded, 0.5 * (high - low), 1.0)
         offset = np.where(bounded, 0.5 * (high + low), 0.0)
     space = spaces.Box(
@@ -98,7 +98,7 @@ def action_decoder(source: gym.Space[Any], num_envs: int) -> tuple[gym.Space[Any
 
 
 def _encoder(source: gym.Space[Any], where: str) -> tuple[gym.Space[Any], Encode]:
-    """Return the space as we offer it and the function that turns one of its batches into tensors."""
+    """Return the converted space, and the function that converts a batch of ``source`` to tensors."""
     if isinstance(source, spaces.Dict):
         return _children(source.spaces, where)
     if isinstance(source, spaces.Tuple):
@@ -125,7 +125,7 @@ def _children(sources: Mapping[Any, gym.Space[Any]], where: str) -> tuple[spaces
 
 
 def _cast(dtype: Any) -> Encode:
-    # np.array copies, so that the observation outlives the vector env's own buffer.
+    # np.array copies, as the vector env reuses its buffer.
     return lambda batch: torch.from_numpy(np.array(batch, dtype=dtype))
 
 
@@ -138,7 +138,7 @@ def _box(source: spaces.Box) -> tuple[spaces.Box, Encode]:
 
 
 def _one_hot(counts: np.ndarray, starts: np.ndarray) -> tuple[spaces.Box, Encode]:
-    """One-hot parts of sizes ``counts`` side by side; values of part i begin at ``starts[i]``."""
+    """Concatenated one-hot vectors of sizes ``counts``; the values of part i start at ``starts[i]``."""
     total = int(counts.sum())
     columns = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64) - starts.astype(np.int64)
 

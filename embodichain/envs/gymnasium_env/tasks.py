@@ -1,4 +1,4 @@
-"""Our environments as Gymnasium environments, single or batched."""
+"""Our environments as Gymnasium environments, single or vectorised."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -19,16 +19,16 @@ from embodichain.envs.wrappers import DefersResets
 from embodichain.errors import EnvContractError
 
 Config = VecEnv | GymCfg | Mapping[str, Any] | str
-"""An environment of ours, or the id or config of one."""
+"""A ``VecEnv``, or an id or config to make one from."""
 NO_LIMIT = 1 << 40
-"""Steps of an episode that something else ends."""
+"""Time limit of an environment whose episodes are truncated by a wrapper."""
 _SETTINGS = {field.name for field in fields(GymCfg)}
 
 
 class TaskGymnasiumEnv(gym.Env[dict[str, Any], Any]):
-    """One env of ours with Gymnasium's interface: numpy observations in nested dicts, and no auto-reset.
+    """A single env with Gymnasium's interface: numpy observations in nested dicts, without autoreset.
 
-    ``overrides`` are settings of a ``gym_config``. ``info`` is flat, as other libraries read it: ``rewards/<name>``,
+    ``overrides`` are settings of a ``gym_config``. ``info`` is flat, as other libraries expect: ``rewards/<name>``,
     ``metrics/<name>``, ``is_success`` (1 or 0) and ``episode_seed``.
     """
 
@@ -76,12 +76,12 @@ class TaskGymnasiumEnv(gym.Env[dict[str, Any], Any]):
 
 
 class RegisteredTaskEnv(TaskGymnasiumEnv):
-    """A task as ``gymnasium.make`` makes it: its ``TimeLimit`` ends episodes, and not the task's usual limit."""
+    """A task as made by ``gymnasium.make``, whose ``TimeLimit`` wrapper replaces the default time limit of the task."""
 
     def __init__(self, config: Config, render_mode: str | None = None, **overrides: Any) -> None:
         _check_settings(type(self), overrides)
         if not isinstance(config, VecEnv) and overrides.get("num_envs", 1) == 1:
-            from embodichain.envs.registration import load_gym_config  # see _open
+            from embodichain.envs.registration import load_gym_config  # imported here as in _open
 
             cfg = load_gym_config(config, **overrides)
             usual = load_gym_config(cfg.id).max_episode_steps
@@ -91,10 +91,10 @@ class RegisteredTaskEnv(TaskGymnasiumEnv):
 
 
 class TaskGymnasiumVectorEnv(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
-    """A batch of our envs with Gymnasium's vector interface, in any of its autoreset modes.
+    """A batch of envs with Gymnasium's vector interface, in any autoreset mode.
 
-    ``reset`` takes one seed for all, or a list of episode seeds; ``options={"reset_mask": ...}`` resets some envs only.
-    SAME_STEP is how our envs reset themselves and the fastest; the others leave an env that is done as it is.
+    ``reset`` accepts one int seed or a list of episode seeds; ``options={"reset_mask": ...}`` resets some envs only.
+    SAME_STEP is the native mode and the fastest; the others leave done envs in their final state.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25, "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -138,7 +138,7 @@ class TaskGymnasiumVectorEnv(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
         return _numpy(obs), self._info_of({"episode_seed": self._seeds}, mask)
 
     def _begin(self, seed: int | list[int | None] | None, env_ids: np.ndarray) -> tuple[TensorDict, dict[str, Any]]:
-        """Begin episodes: those of a list of seeds, whose later ones follow from the list."""
+        """Start episodes; a list of seeds also determines the episodes that follow."""
         if seed is None or isinstance(seed, int):
             return self.vec_env.reset(seed, torch.from_numpy(env_ids))
         if len(seed) != self.num_envs:
@@ -179,7 +179,7 @@ class TaskGymnasiumVectorEnv(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
     def _step_and_reset(
         self, actions: Tensor
     ) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step in SAME_STEP mode: what ended is in ``final_obs`` and ``final_info``."""
+        """Step in SAME_STEP mode; the final observations and infos are in ``final_obs`` and ``final_info``."""
         obs, reward, terminated, truncated, info = self.vec_env.step(actions)
         outcome = StepOutcome(info["rewards"], reward, terminated, truncated, info["metrics"])
         done, before, self._seeds = _array(terminated | truncated), self._seeds, _array(info["episode_seed"])
@@ -194,7 +194,7 @@ class TaskGymnasiumVectorEnv(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
         return _numpy(obs), _array(reward), _array(terminated), _array(truncated), infos
 
     def _info_of(self, values: Mapping[str, Any], mask: np.ndarray) -> dict[str, Any]:
-        """Pair named values with the mask of the envs they are about, as Gymnasium does; those of others are zero."""
+        """Return values with their masks as in Gymnasium's vector info; values outside the mask are zero."""
         found: dict[str, Any] = {}
         for name, value in values.items() if mask.any() else ():
             found[name], found[f"_{name}"] = np.where(mask, value, np.zeros_like(value)), mask.copy()
@@ -208,7 +208,7 @@ class TaskGymnasiumVectorEnv(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
 
 
 def _check_settings(cls: type, overrides: Mapping[str, Any]) -> None:
-    """Raise the ``TypeError`` of an argument that does not exist, which TorchRL and others look for."""
+    """Raise ``TypeError`` for an unknown argument, as TorchRL and others expect."""
     for name in overrides:
         if name not in _SETTINGS:
             raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}")
@@ -217,13 +217,13 @@ def _check_settings(cls: type, overrides: Mapping[str, Any]) -> None:
 def _open(config: Config, overrides: Mapping[str, Any]) -> VecEnv:
     if isinstance(config, VecEnv):
         return config
-    from embodichain.envs.registration import make  # registration knows this module: importing it above is a cycle
+    from embodichain.envs.registration import make  # here, as registration imports this module
 
     return make(config, **overrides)
 
 
 def _step(env: VecEnv, action: Tensor) -> tuple[TensorDict, StepOutcome]:
-    """Step and return what was reached; an env that is done stays as it is if the environment can wait with resets."""
+    """Step and return the observation reached; done envs are not reset if the environment can defer resets."""
     if isinstance(env, DefersResets):
         outcome = env.advance(action)
         return env.observe(torch.ones(env.num_envs, dtype=torch.bool, device=env.device)), outcome
@@ -241,7 +241,7 @@ def _numpy(obs: TensorDictBase) -> dict[str, Any]:
 
 
 def _measures(outcome: StepOutcome) -> dict[str, Any]:
-    """Return what a step's info tells of all envs."""
+    """Return the metrics of a step for the info dict, ``[num_envs]`` each."""
     groups = {"rewards": outcome.rewards, "metrics": outcome.metrics}
     found: dict[str, Any] = {
         f"{group}/{name}": _array(value).astype(np.float64)

@@ -1,8 +1,8 @@
-"""The forces of contacts, ``cfrc_ext``, of a batch: MuJoCo computes them only if asked to, after a step.
+"""Contact forces, ``cfrc_ext``, for a batch; MuJoCo does not compute them by default.
 
-Best, the model asks: it has an engine plugin whose ``advance``, which MuJoCo calls at the end of every step, is
-``mj_rnePostConstraint``. Then ``mujoco.batch`` has them like any other field, on its own threads. A model without it is
-stepped env by env on Python's threads. Both give what ``mj_step`` and ``mj_rnePostConstraint`` do, bit for bit.
+Preferably, the model has an engine plugin whose ``advance``, which MuJoCo calls at the end of every step, is
+``mj_rnePostConstraint``. Then ``mujoco.batch`` provides them like any other field, on its own threads. A model without
+the plugin is stepped env by env on Python threads. Both are bit-identical to ``mj_step`` and ``mj_rnePostConstraint``.
 """
 
 import copy
@@ -23,7 +23,7 @@ _CALLBACKS = ("nstate", "nsensordata", "init", "destroy", "copy", "reset", "comp
 
 
 class _Plugin(ctypes.Structure):
-    """``mjpPlugin`` up to the callbacks that are needed here, and room for the others."""
+    """``mjpPlugin`` up to the callbacks needed here, with padding for the others."""
 
     _fields_ = [
         ("name", ctypes.c_char_p),
@@ -38,16 +38,16 @@ class _Plugin(ctypes.Structure):
 
 @cache
 def _register() -> bool:
-    """Make the plugin known to MuJoCo, once; tell whether that was possible."""
+    """Register the plugin with MuJoCo, once; return whether that succeeded."""
     files = sorted(Path(mujoco.__file__).parent.iterdir())
     names = [path for path in files if re.match(r"(lib)?mujoco\.(.*\.)?(so|dylib|dll)(\.|$)", path.name)]
     try:
-        library = ctypes.CDLL(str(names[0]))  # is loaded already
+        library = ctypes.CDLL(str(names[0]))  # already loaded
         plugin = _Plugin()
         library.mjp_defaultPlugin(ctypes.byref(plugin))
         plugin.name = _PLUGIN.encode()
-        # Functions of MuJoCo itself, so that no thread waits for the interpreter. The size of the state of instance 0
-        # is that of no component of the state: 0.
+        # MuJoCo's own functions as callbacks, so that no thread waits for the interpreter. As ``nstate`` of instance 0,
+        # ``mj_stateSize(model, 0)`` returns 0: the plugin has no state.
         plugin.nstate = ctypes.cast(library.mj_stateSize, ctypes.c_void_p)
         plugin.advance = ctypes.cast(library.mj_rnePostConstraint, ctypes.c_void_p)
         library.mjp_registerPlugin(ctypes.byref(plugin))
@@ -58,21 +58,21 @@ def _register() -> bool:
 
 
 def ask_for_contact_forces(spec: mujoco.MjSpec) -> None:
-    """Let a model compute the forces of contacts in every step; models with plugins of their own stay as they are."""
+    """Make a model compute contact forces in every step; models with other plugins are left unchanged."""
     if not list(spec.plugins) and _register():
         spec.activate_plugin(_PLUGIN)
         spec.add_plugin(name=_PLUGIN, plugin_name=_PLUGIN, active=True)
 
 
 def computes_contact_forces(model: mujoco.MjModel) -> bool:
-    """Tell whether a model was compiled after :func:`ask_for_contact_forces`."""
+    """Return whether a model was compiled after :func:`ask_for_contact_forces`."""
     return mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_PLUGIN, _PLUGIN) >= 0
 
 
 class ContactForces:
-    """Steps the rows of a batch and computes ``cfrc_ext``, for models that do not; a thread has one ``MjData``.
+    """Steps the envs of a batch and computes ``cfrc_ext``, for models without the plugin; one ``MjData`` per thread.
 
-    The interpreter is free while MuJoCo works, so Python's threads do.
+    MuJoCo releases the interpreter lock, so Python threads run in parallel.
     """
 
     def __init__(self, model: mujoco.MjModel, batch: Any, outputs: dict[str, np.ndarray], num_threads: int) -> None:
@@ -83,7 +83,7 @@ class ContactForces:
         self._differ = False
 
     def let_models_differ(self) -> None:
-        """Step every env with a model of its own from now on, as fields of the batch's model were given rows."""
+        """Use a separate model per env from now on, as model fields differ between envs."""
         if not self._differ:
             self._models, self._differ = [copy.copy(model) for model in self._models], True
 
@@ -95,7 +95,7 @@ class ContactForces:
             self._step_some(*work[0], count)
             return
         futures = [self._pool.submit(self._step_some, *share, count) for share in work]
-        wait(futures)  # all of them: a failure leaves nobody behind who still writes
+        wait(futures)  # wait for all, so that no thread still writes after a failure
         for future in futures:
             future.result()
 
@@ -117,6 +117,6 @@ class ContactForces:
                 warnings[:] = 0
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown()

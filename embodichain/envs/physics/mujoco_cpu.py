@@ -1,4 +1,4 @@
-"""Physics on the CPU: ``mujoco.batch.Batch`` on its own threads, bit for bit equal to ``mj_step`` env by env."""
+"""Physics on the CPU: ``mujoco.batch.Batch`` on native threads, bit-identical to ``mj_step`` env by env."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from embodichain.envs.physics.contact_forces import ContactForces, computes_cont
 from embodichain.errors import SimulationError
 
 _LOG = logging.getLogger(__name__)
-# Bad positions, velocities and accelerations: these warnings follow each other.
+# Warnings about bad positions, velocities and accelerations are consecutive.
 _UNSTABLE = slice(int(mujoco.mjtWarning.mjWARN_BADQPOS), int(mujoco.mjtWarning.mjWARN_BADQACC) + 1)
 
 
@@ -30,25 +30,25 @@ def available_cores() -> int:
 
 
 def limit_cores(count: int) -> None:
-    """Let this process use at most ``count`` cores of its machine, which a scheduler has reserved for it."""
+    """Restrict this process to at most ``count`` cores, as reserved by a scheduler."""
     _limits[:] = [count]
 
 
 def log_warnings() -> None:
-    """Send MuJoCo's warnings to the log instead of ``MUJOCO_LOG.TXT``, unless there is a handler already."""
+    """Send MuJoCo's warnings to the log instead of ``MUJOCO_LOG.TXT``, unless a handler is set already."""
     if mujoco.get_mju_user_warning() is None:
         mujoco.set_mju_user_warning(lambda message: _LOG.warning("MuJoCo: %s", message))
 
 
 class _Closed:
-    """Replaces the batch of a closed environment; any use of it raises."""
+    """Replaces the batch of a closed environment; any use raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise SimulationError("this environment was closed and cannot simulate any more: make a new one")
 
 
 class MujocoCpuPhysics(Physics):
-    """Steps all envs on ``num_threads`` native threads (0: every core this process may use)."""
+    """Steps all envs on ``num_threads`` native threads (0: all available cores)."""
 
     def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int = 0, outputs: Sequence[str] = ()) -> None:
         log_warnings()
@@ -58,7 +58,7 @@ class MujocoCpuPhysics(Physics):
         self.num_threads = num_threads or available_cores()
         self._batch: Any = batch.Batch(model, nsim=num_envs, nthread=min(self.num_threads, num_envs))
         self._state = torch.from_numpy(self._batch.state)
-        # A row of the state is the time, the positions, the velocities, and more.
+        # A row of the state starts with time, positions and velocities.
         time, nq, nv = mujoco.mj_stateSize(model, int(mujoco.mjtState.mjSTATE_TIME)), int(model.nq), int(model.nv)
         self._motion = self._state[:, time : time + nq + nv]
         self.qpos, self.qvel = self._motion[:, :nq], self._motion[:, nq:]
@@ -89,16 +89,16 @@ class MujocoCpuPhysics(Physics):
         except (batch.SimulationError, mujoco.FatalError) as error:
             raise SimulationError(f"MuJoCo could not step: {error}") from error
         self.diverged = None
-        if self._batch.warning.tobytes() != self._warned:  # MuJoCo counts its warnings; nearly always, there are none
+        if self._batch.warning.tobytes() != self._warned:  # MuJoCo counts warnings; usually there are none
             unstable = self._batch.warning[:, _UNSTABLE, 1].any(axis=1)
             if unstable.any():
                 self.diverged = torch.from_numpy(unstable)
-            # From zero again, as MuJoCo does when it resets an env: otherwise a second time looks like the first.
+            # Reset the counters, as MuJoCo does when it resets an env, so that a second divergence is detected.
             self._batch.warning[:, _UNSTABLE] = 0
             self._warned = self._batch.warning.tobytes()
 
     def _mocap(self) -> tuple[Tensor, Tensor]:
-        """Return the places of mocap bodies within the rows of the state, where they follow each other."""
+        """Return views of the mocap poses in the state."""
         before, own = 0, mujoco.mjtState.mjSTATE_MOCAP_POS
         for part in range(int(own).bit_length() - 1):
             if (1 << part) & int(mujoco.mjtState.mjSTATE_INTEGRATION):
@@ -109,7 +109,7 @@ class MujocoCpuPhysics(Physics):
 
     def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor, poses: Poses | None = None) -> None:
         self._sensors_current = False
-        self._state[env_ids] = self._rest  # time, actuators, warm start and applied forces as in a new MjData
+        self._state[env_ids] = self._rest  # also resets time, actuators, warm start and applied forces
         self.qpos[env_ids] = qpos.to(torch.float64)
         self.qvel[env_ids] = qvel.to(torch.float64)
         for body, pose in (poses or {}).items():
@@ -128,7 +128,7 @@ class MujocoCpuPhysics(Physics):
 
     def set_state(self, env_ids: Tensor, state: Tensor) -> None:
         self._sensors_current = False
-        ids, rows, own = env_ids.numpy(), state.numpy(), self._state.shape[1]  # for a few rows, faster than tensors
+        ids, rows, own = env_ids.numpy(), state.numpy(), self._state.shape[1]  # faster than tensors for few rows
         self._batch.state[ids] = rows[:, :own]
         for array in self._arrays.values():
             size = array[0].size
@@ -140,16 +140,16 @@ class MujocoCpuPhysics(Physics):
 
     @property
     def sensordata(self) -> Tensor:
-        # After a step, MuJoCo's sensors describe the state one substep ago; this runs the forward pass in place.
+        # After a step, sensors lag by one substep; the forward pass updates them.
         if not self._sensors_current and self.model.nsensordata:
-            saved = self._state.clone()  # the forward pass also updates the solver's warm start
+            saved = self._state.clone()  # as the forward pass changes the solver's warm start
             self._batch.forward()
             self._state.copy_(saved)
             self._sensors_current = True
         return torch.from_numpy(self._sensordata.copy())
 
     def model_field(self, name: str) -> Tensor:
-        if name not in self._fields and name in VISUAL:  # the simulation need not copy it from env to env
+        if name not in self._fields and name in VISUAL:  # not used by the simulation
             nominal = np.asarray(getattr(self.model, name))[None]
             self._fields[name] = torch.from_numpy(np.repeat(nominal, self.num_envs, axis=0))
         elif name not in self._fields:
@@ -164,13 +164,13 @@ class MujocoCpuPhysics(Physics):
         return self._applied
 
     def refresh_model(self, env_ids: Tensor) -> None:
-        self._batch.set_const(torch.unique(env_ids).numpy())  # sorted, as the batch wants them
+        self._batch.set_const(torch.unique(env_ids).numpy())  # must be sorted
 
     def load(self, data: mujoco.MjData, env: int) -> None:
         self._batch.get_data(env, data)
 
     def close(self) -> None:
-        # A view of the state keeps the batch and its threads alive, so the tensors become copies.
+        # Views of the state keep the batch and its threads alive, so replace them by copies.
         names = ("_state", "_motion", "qpos", "qvel", "ctrl", "mocap_pos", "mocap_quat")
         for name in names:
             setattr(self, name, getattr(self, name).clone())

@@ -1,7 +1,7 @@
-"""Physics on a GPU: MuJoCo Warp steps all worlds at once, on tensors that torch shares without copies.
+"""Physics on a GPU: MuJoCo Warp steps all worlds at once, on tensors shared with torch without copies.
 
-The substeps of one call are recorded once as a CUDA graph and replayed on torch's stream; nothing here waits for the
-device. Numbers are float32, so trajectories agree with the CPU backend within a tolerance, not bit for bit.
+The substeps of one call are captured once as a CUDA graph and replayed on torch's stream, without synchronisation.
+Numbers are float32, so trajectories agree with the CPU backend within a tolerance, not bit for bit.
 """
 
 import logging
@@ -24,27 +24,27 @@ from embodichain.extras import require
 _LOG = logging.getLogger(__name__)
 _GIB = 1024**3
 _MEMORY_ERRORS = ("alloc", "out of memory", "maximum representable")
-"""Words in errors of Warp where worlds are too many: for the memory, or for numbering what is in them."""
+"""Parts of Warp's error messages when there are too many worlds for the memory or for its indices."""
 _STATE_FIELDS = ("time", "qpos", "qvel", "act", "qacc_warmstart", "ctrl", "mocap_pos", "mocap_quat")
 _MOTION_FIELDS = ("xpos", "xipos", "site_xpos", "cinert", "cvel")
-"""Outputs that follow from positions and velocities; the others are forces, and there are none after a reset."""
+"""Outputs that depend on positions and velocities only; all others are forces, which are zero after a reset."""
 _CONSTANTS = {
     "FIXED": ("body_subtreemass",),
     "KIN0": ("cam_pos0", "cam_poscom0", "cam_mat0", "light_pos0", "light_poscom0", "light_dir0"),
     "INERT0": ("dof_invweight0", "body_invweight0", "tendon_invweight0", "actuator_acc0"),
 }
-"""Constants of the model that become per-world, by the group of ``set_const`` that computes them."""
+"""Model constants that become per-world, by the group of ``set_const`` that computes them."""
 _DERIVED = {
     "body_mass": ("FIXED", "INERT0"),
     **dict.fromkeys(("body_inertia", "body_ipos", "body_iquat", "dof_armature", "actuator_gear"), ("INERT0",)),
 }
-"""Groups that follow from a field; all of them for others."""
-_TOO_LARGE = 1e10  # MuJoCo's own bound of a sane state
+"""Groups that depend on a field; for other fields, all groups."""
+_TOO_LARGE = 1e10  # MuJoCo's own bound for a valid state
 
 _GEOM = mujoco.mjtGeom
 _SMOOTH = frozenset((_GEOM.mjGEOM_SPHERE, _GEOM.mjGEOM_ELLIPSOID))
 _MAX_CONTACTS = 8
-"""Contacts of one pair of bodies at most: two boxes, or two meshes."""
+"""Maximum contacts of one pair of bodies: two boxes, or two meshes."""
 _CONTACTS = {
     frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_BOX)): 4,
     frozenset((_GEOM.mjGEOM_PLANE, _GEOM.mjGEOM_CYLINDER)): 4,
@@ -53,13 +53,13 @@ _CONTACTS = {
     frozenset((_GEOM.mjGEOM_CAPSULE,)): 2,
 }
 _EQUALITY_ROWS = {mujoco.mjtEq.mjEQ_CONNECT: 3, mujoco.mjtEq.mjEQ_WELD: 6}
-_MOST_ROWS = 512  # a scene of many meshes never has all of them in touch
-_TYPICAL_CONTACTS = 32  # per world: the pool of contacts is shared by all worlds
-_GRAIN = 512  # bytes; what torch aligns its own memory to
+_MOST_ROWS = 512  # in scenes with many meshes, never all of them are in contact
+_TYPICAL_CONTACTS = 32  # per world; all worlds share one pool of contacts
+_GRAIN = 512  # bytes; torch's own alignment
 
 
 def find_device(name: str, warp: Any) -> torch.device:
-    """Return the device of a name from a config, ready for Warp, or raise what has to be changed."""
+    """Return the torch device of a config, initialised for Warp, or raise an error that says what to change."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -75,14 +75,14 @@ def find_device(name: str, warp: Any) -> torch.device:
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         if device.index >= torch.cuda.device_count():
             raise ConfigError(f"device: {name!r} does not exist, this machine has {torch.cuda.device_count()} GPU(s)")
-    if warp.config.log_level == warp.LOG_INFO:  # a line for each of some sixty kernels; a user's own choice stays
+    if warp.config.log_level == warp.LOG_INFO:  # one line per kernel; keep a level set by the user
         warp.config.log_level = warp.LOG_WARNING
     warp.init()
     if device.type == "cpu":
         return device
     if not warp.is_cuda_available():
         raise SimulationError("Warp finds no CUDA driver, though torch does: check that libcuda.so can be loaded")
-    # The constraint solver ends when all worlds have converged, which a graph can tell since CUDA 12.4 alone.
+    # The solver stops when all worlds have converged, which needs conditional graphs (CUDA 12.4).
     if not warp.is_conditional_graph_supported():
         found = ".".join(map(str, warp.get_cuda_driver_version() or ("no", "version")))
         raise SimulationError(
@@ -93,7 +93,7 @@ def find_device(name: str, warp: Any) -> torch.device:
 
 
 def out_of_memory(error: Exception, num_envs: int, device: torch.device) -> Exception:
-    """Return the error to raise where worlds were to be made: one that says what to change, if memory ran out."""
+    """Return the error to raise when allocating worlds failed; if memory ran out, it says what to change."""
     message = str(error)
     if isinstance(error, torch.OutOfMemoryError) or any(words in message for words in _MEMORY_ERRORS):
         free = f", {torch.cuda.mem_get_info(device)[0] / _GIB:.1f} GiB of it free" if device.type == "cuda" else ""
@@ -105,14 +105,14 @@ def out_of_memory(error: Exception, num_envs: int, device: torch.device) -> Exce
 
 
 class Capacity(NamedTuple):
-    """Memory to ask for: contacts in all worlds together, and constraint rows in each."""
+    """Sizes to allocate: contacts in all worlds together, and constraint rows per world."""
 
     contacts: int
     rows: int
 
 
 def capacity(model: mujoco.MjModel, num_envs: int, spare_rows: int = 0) -> Capacity:
-    """Return the capacity for all contacts and constraints of a model; MuJoCo Warp leaves out what does not fit."""
+    """Return the capacity for the contacts and constraints of a model; MuJoCo Warp drops what exceeds it."""
     rows = spare_rows + sum(_EQUALITY_ROWS.get(mujoco.mjtEq(int(kind)), 1) for kind in model.eq_type)
     for field in (model.dof_frictionloss, model.tendon_frictionloss, model.jnt_limited, model.tendon_limited):
         rows += int(np.count_nonzero(field))
@@ -132,7 +132,7 @@ def capacity(model: mujoco.MjModel, num_envs: int, spare_rows: int = 0) -> Capac
 
 
 def _can_touch(model: mujoco.MjModel, first: int, second: int) -> bool:
-    """Apply MuJoCo's filters: collision bits, the same body, parent and child, two fixed bodies."""
+    """Apply MuJoCo's collision filters: collision bits, same body, parent and child, two fixed bodies."""
     bits = (model.geom_contype[first] & model.geom_conaffinity[second]) | (
         model.geom_contype[second] & model.geom_conaffinity[first]
     )
@@ -145,17 +145,17 @@ def _can_touch(model: mujoco.MjModel, first: int, second: int) -> bool:
 
 
 def _contact_rows(model: mujoco.MjModel, dimension: int) -> int:
-    """A frictionless contact is one row; a friction pyramid has two rows per direction; a cone, one per dimension."""
+    """Return the rows of a contact: 1 without friction, two per direction of a pyramid, one per dimension of a cone."""
     if dimension == 1 or model.opt.cone == mujoco.mjtCone.mjCONE_ELLIPTIC:
         return dimension
     return 2 * (dimension - 1)
 
 
 class Workspace:
-    """An allocator for Warp (its ``Allocator`` protocol) that keeps what is freed, for the next array of that size.
+    """A caching allocator for Warp (its ``Allocator`` protocol) that reuses freed memory for arrays of the same size.
 
-    Otherwise a CUDA graph of a step would allocate dozens of arrays again at every replay. Memory is used again at
-    once, so all work on it has to be on one stream, or in one graph.
+    Otherwise a CUDA graph of a step would allocate dozens of arrays at every replay. Memory is reused at once, so all
+    work on it must be on one stream or in one graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -172,21 +172,21 @@ class Workspace:
         return block.data_ptr()
 
     def deallocate(self, ptr: int, size_in_bytes: int) -> None:
-        """Free memory for the next allocation."""
+        """Return memory to the cache."""
         block = self._used.pop(ptr)
         self._free[block.numel()].append(block)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes taken so far."""
+        """Bytes allocated so far."""
         blocks = [*self._used.values(), *(block for free in self._free.values() for block in free)]
         return sum(block.numel() for block in blocks)
 
 
 class MujocoWarpPhysics(Physics):
-    """``num_envs`` worlds on one device (``cuda``, ``cuda:1``; ``cpu`` works too and is slow).
+    """``num_envs`` worlds on one device (``cuda``, ``cuda:1``; ``cpu`` works but is slow).
 
-    Trajectories repeat up to rounding: the order of contacts, and of sums over them, differs from run to run.
+    Trajectories are reproducible up to rounding: the order of contacts, and of sums over them, differs between runs.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class MujocoWarpPhysics(Physics):
         outputs: Sequence[str] = (),
         spare_rows: int = 0,
     ) -> None:
-        """``spare_rows`` are constraints of a world beyond those of the model, such as friction that is drawn later."""
+        """``spare_rows`` are constraint rows per world beyond those of the model, such as randomised joint friction."""
         self._wp = require("warp", extra="gpu")
         self.device = find_device(device, self._wp)
         self._mjw = require("mujoco_warp", extra="gpu")
@@ -223,7 +223,7 @@ class MujocoWarpPhysics(Physics):
         self._all = torch.arange(num_envs, device=self.device)
         self._fields: dict[str, Tensor] = {}
         self._derived = 0
-        """Groups of constants that every step begins by computing."""
+        """Groups of constants that every step recomputes first."""
         self._graphs: dict[int, Any] = {}
         self._workspace = Workspace(self.device)
         self.diverged = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
@@ -239,7 +239,7 @@ class MujocoWarpPhysics(Physics):
         self._wp.capture_launch(self._graphs[count], stream=stream)
 
     def settle(self) -> None:
-        # Reset worlds that are no longer sane, as MuJoCo itself does; the environment ends their episodes.
+        # Reset invalid worlds, as MuJoCo does; the environment truncates their episodes.
         sane = (self.qpos.abs().amax(dim=1) < _TOO_LARGE) & (self.qvel.abs().amax(dim=1) < _TOO_LARGE)
         self.diverged = ~sane  # NaN compares as false
         rows = sane.unsqueeze(1)
@@ -248,7 +248,7 @@ class MujocoWarpPhysics(Physics):
                 column.copy_(torch.where(rows, column, self._rest[name]))
 
     def _substeps(self, count: int) -> None:
-        if self._derived:  # constants that follow from what was written to fields
+        if self._derived:  # constants that depend on written fields
             self._mjw.set_const(self._model, self._data, groups=self._derived, restore=False)
         for _ in range(count):
             self._mjw.step(self._model, self._data)
@@ -256,7 +256,7 @@ class MujocoWarpPhysics(Physics):
             self._mjw.rne_postconstraint(self._model, self._data)
 
     def _derive_outputs(self, chosen: Tensor) -> None:
-        """Bring outputs up to date where ``chosen`` ``[num_envs]`` holds, after a reset."""
+        """Recompute outputs after a reset where ``chosen`` ``[num_envs]`` is true."""
         if not self.outputs:
             return
         before = {name: self._columns[name].clone() for name in self.outputs}
@@ -270,7 +270,7 @@ class MujocoWarpPhysics(Physics):
             column.copy_(torch.where(rows, new, old))
 
     def _record(self, work: Callable[[], None]) -> Any:
-        """Return a graph of ``work``, run once before to compile and load its kernels; the state is as before."""
+        """Return a CUDA graph of ``work``, after one run that compiles its kernels; the state is restored."""
         saved = self.state()
         with self._side_stream() as stream, self._wp.ScopedAllocator(stream.device, self._workspace):
             work()
@@ -281,7 +281,7 @@ class MujocoWarpPhysics(Physics):
 
     @contextmanager
     def _side_stream(self) -> Iterator[Any]:
-        """Make Warp use a stream that can be recorded (torch's default one cannot), in torch's order."""
+        """Make Warp use a side stream that can be captured (torch's default one cannot), ordered after torch's work."""
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         stream = self._wp.stream_from_torch(side)
@@ -291,7 +291,7 @@ class MujocoWarpPhysics(Physics):
 
     @contextmanager
     def _torch_stream(self) -> Iterator[None]:
-        """Make Warp use torch's current stream, also while torch records a graph of it."""
+        """Make Warp use torch's current stream, also while torch captures a graph on it."""
         if self.device.type == "cpu":
             with self._wp.ScopedDevice("cpu"):
                 yield
@@ -375,7 +375,7 @@ class MujocoWarpPhysics(Physics):
                 cameras.look_away(~chosen)
             with self._torch_stream():
                 cameras.draw()
-            for name, output in lagging.items():  # rendering is not to be noticed by a task
+            for name, output in lagging.items():  # rendering must not change what a task reads
                 self.outputs[name].copy_(output)
             return cameras.images()
 
@@ -384,7 +384,7 @@ class MujocoWarpPhysics(Physics):
     def model_field(self, name: str) -> Tensor:
         if name not in self._fields:
             self._fields[name] = self._expand(name)
-            if name in DERIVING:  # what follows from it becomes per-world too
+            if name in DERIVING:  # dependent constants become per-world, too
                 kinds, groups = self._mjw.SetConstGroup, _DERIVED.get(name, ("FIXED", "KIN0", "INERT0"))
                 for group in groups:
                     self._derived |= int(getattr(kinds, group))
@@ -395,7 +395,7 @@ class MujocoWarpPhysics(Physics):
         return self._fields[name]
 
     def _expand(self, name: str) -> Tensor:
-        """Give a model field one row per world; ``opt.gravity`` is a field of the model's options."""
+        """Give a model field one row per world; ``opt.gravity`` is a field of the options."""
         owner = self._model.opt if name.startswith("opt.") else self._model
         field = name.removeprefix("opt.")
         shared = getattr(owner, field)
@@ -411,4 +411,4 @@ class MujocoWarpPhysics(Physics):
         return forces.view(self.num_envs, -1, 6)
 
     def refresh_model(self, env_ids: Tensor) -> None:
-        pass  # every step begins by deriving the constants of all worlds
+        pass  # every step recomputes the constants of all worlds

@@ -1,7 +1,7 @@
-"""Cameras on a GPU: MuJoCo Warp traces the rays of all worlds at once; its buffers become observations without a wait.
+"""Cameras on a GPU: MuJoCo Warp ray-traces all worlds at once, and images stay on the device.
 
-A step needs images of all worlds, and again of those that were reset. Which these are is known on the device alone, so
-all rays are traced again, but cameras of the other worlds look into the void, where a ray ends at once.
+A step needs images of all worlds, and again of those that were reset. Only the device knows which these are, so all
+rays are traced again, but the cameras of other worlds look into empty space, where a ray ends at once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from embodichain.envs.physics import Images
 from embodichain.envs.rendering import mounted_name
 from embodichain.envs.scene_cfg import OBSERVED_AS, CameraCfg, Output
 
-_FAR_AWAY = 1e6  # metres above everything, for cameras that look upwards
+_FAR_AWAY = 1e6  # metres above the scene, for cameras that look upwards
 
 
 class WarpCameras:
-    """The configured cameras of all worlds, and the buffers that MuJoCo Warp draws them into."""
+    """The configured cameras of all worlds, and the buffers that MuJoCo Warp renders into."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class WarpCameras:
         cfgs: Sequence[CameraCfg],
         varied: Set[str],
     ) -> None:
-        """Make the buffers; ``model`` is MuJoCo's, ``warp_model`` and ``data`` are those of the worlds.
+        """Create the buffers; ``model`` is MuJoCo's, ``warp_model`` and ``data`` belong to MuJoCo Warp.
 
-        ``varied`` are the fields of the model that differ from world to world.
+        ``varied`` are the model fields that differ between worlds.
         """
         self._mjw, self._model, self._data, self._cfgs = mjw, warp_model, data, cfgs
         wanted = {output: [output in cfg.outputs for cfg in cfgs] for output in OBSERVED_AS}
@@ -48,7 +48,7 @@ class WarpCameras:
             render_rgb=wanted["rgb"],
             render_depth=wanted["depth"],
             render_seg=wanted["segmentation"],
-            use_shadows=False,  # as the CPU's renderer at quality "lean"
+            use_shadows=False,  # as the CPU renderer at quality "lean"
             use_precomputed_rays="cam_fovy" not in varied,
             **_needed(model, varied),
         )
@@ -63,28 +63,28 @@ class WarpCameras:
         self._upwards = torch.diag(torch.tensor([1.0, -1.0, -1.0], device=device))
         self._mocap_pos = wp.to_torch(data.mocap_pos)
         self._mocap = {model.body(i).name: int(model.body_mocapid[i]) for i in range(model.nbody)}
-        ids = [*(model.geom_bodyid + 1).tolist(), 0]  # the last one is that of geom -1, the background
+        ids = [*(model.geom_bodyid + 1).tolist(), 0]  # the last entry is for geom -1, the background
         self._ids = torch.tensor(ids, dtype=torch.int32, device=device)
         self._is_geom = int(mujoco.mjtObj.mjOBJ_GEOM)
 
     def place(self, markers: Mapping[str, Tensor]) -> None:
-        """Put mocap bodies at these positions."""
+        """Move mocap bodies to these positions."""
         for name, position in markers.items():
             self._mocap_pos[:, self._mocap[name]] = position
 
     def look_away(self, mask: Tensor) -> None:
-        """Let the cameras of some worlds look into the void, until their poses are computed again."""
+        """Point the cameras of some worlds at empty space until their poses are computed again."""
         rows = mask.view(-1, 1, 1)
         self._pos.copy_(torch.where(rows, self._void, self._pos))
         self._mat.copy_(torch.where(rows.unsqueeze(-1), self._upwards, self._mat))
 
     def draw(self) -> None:
-        """Draw all cameras from their present poses."""
+        """Render all cameras at their current poses."""
         self._mjw.refit_bvh(self._model, self._data, self._context)
         self._mjw.render(self._model, self._data, self._context)
 
     def images(self) -> Images:
-        """Return what was drawn, in memory of its own."""
+        """Return copies of the rendered images."""
         images: Images = {}
         first = dict.fromkeys(self._buffers, 0)
         for cfg in self._cfgs:
@@ -97,17 +97,17 @@ class WarpCameras:
         return images
 
     def _convert(self, cfg: CameraCfg, output: Output, values: Tensor) -> Tensor:
-        """Return the pixels of one camera, ``[worlds, pixels, ...]``, as they are observed."""
-        if output == "rgb":  # 32 bits each: blue, green, red and opacity
+        """Convert the pixels of one camera, ``[worlds, pixels, ...]``, to the observation format."""
+        if output == "rgb":  # 32 bits per pixel: blue, green, red, alpha
             return values.contiguous().view(torch.uint8).view(*values.shape, 4)[..., :3].flip(-1)
-        if output == "depth":  # 0 where there is nothing
+        if output == "depth":  # 0 for the background
             return torch.where(values > 0.0, values.clamp(cfg.near, cfg.far), cfg.far).unsqueeze(-1)
         geom, kind = values.unbind(-1)
         return self._ids[torch.where(kind == self._is_geom, geom, -1).long()].unsqueeze(-1)
 
 
 def _needed(model: mujoco.MjModel, varied: Set[str]) -> dict[str, bool]:
-    """Return which parts of shading a model needs: without the others images are the same, and drawn faster."""
+    """Return the shading features that a model needs; without the others, images are equal and render faster."""
     lights = np.ones(model.nlight, bool) if "light_active" in varied else model.light_active.astype(bool)
     used = model.geom_matid[model.geom_matid >= 0]
     shiny = model.vis.headlight.active and np.any(model.vis.headlight.specular)

@@ -1,4 +1,4 @@
-"""What the tasks of a robot arm share: reading the arm and a cube, and moving the tool as an expert does."""
+"""Base class for single-arm tasks: measures the arm and a cube, and turns tool motions of the expert into actions."""
 
 from typing import Any, ClassVar
 
@@ -14,14 +14,14 @@ from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task, draw_poses
 
 HALF_CUBE = 0.025
-_MAX_TURN = 0.15  # rotation the expert asks for in one step, in radians
-_GAIN = 2.0  # the servos reach part of a displacement in one step, so the expert asks for more
+_MAX_TURN = 0.15  # largest rotation of the expert per step, in radians
+_GAIN = 2.0  # servos reach only part of a displacement within one step
 
 
 def arm_cfg(id: str, steps: int, threshold: float, events: EventsCfg, scale: float, robot: RobotCfg) -> GymCfg:
-    """Return the configuration of a task of an arm that is driven by ``delta_qpos`` of this scale."""
+    """Return the config of an arm task with ``delta_qpos`` actions of this scale."""
     env = EnvCfg(
-        substeps=5,  # of 4 ms: as good as ten of 2 ms for the contacts there are, see docs/environments.md
+        substeps=5,  # of 4 ms: accurate enough for these contacts, see docs/environments.md
         success_threshold=threshold,
         events=events,
         actions=ActionsCfg(delta_qpos=JointTermCfg(scale=scale)),
@@ -30,12 +30,12 @@ def arm_cfg(id: str, steps: int, threshold: float, events: EventsCfg, scale: flo
 
 
 class ArmTask(Task):
-    """Bring a tool, or the cube that is its ``object_body``, to a goal; ``qpos`` and ``qvel`` are the robot's own."""
+    """Move the tool, or the cube ``object_body``, to a goal; ``qpos`` and ``qvel`` contain the robot's joints only."""
 
     goal_area: ClassVar[PoseRangeCfg]
-    """Where goals are, unless ``env.events.randomize_target`` tells."""
+    """Default range of goals, overridden by ``env.events.randomize_target``."""
     goal_dim: ClassVar[int] = 3
-    """Coordinates of the goal; 0 if the task draws its goals itself."""
+    """Number of goal coordinates; 0 if the task samples its own goals."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)
@@ -46,14 +46,14 @@ class ArmTask(Task):
             self._areas.append(events.randomize_object_pose or PoseRangeCfg(x=(0.46, 0.46)))
         if self.goal_dim:
             self._areas.append(events.randomize_target or self.goal_area)
-        # A free cube comes first in the positions and in the velocities.
+        # A free cube comes first in both positions and velocities.
         pose, motion = (
             ({"cube_pos": 3, "cube_quat": 4}, {"cube_vel": 3, "cube_spin": 3}) if self.object_body else ({}, {})
         )
         columns = {**pose, "qpos": robot.dofs, **motion, "qvel": robot.dofs}
         self._names, self._sizes = tuple(columns), tuple(columns.values())
         self._columns: Tensor | None = None
-        if sum(self._sizes) != int(physics.model.nq) + int(physics.model.nv):  # there are other joints as well
+        if sum(self._sizes) != int(physics.model.nq) + int(physics.model.nv):  # the model has other joints, too
             self._columns = _columns(physics, robot, len(pose) > 0)
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
@@ -67,7 +67,7 @@ class ArmTask(Task):
         return start
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        """Return the robot's joints and tool, the cube, if any, and the way to the goal."""
+        """Return the robot's joints and tool position, the cube if any, and the offset to the goal."""
         snapshot = self.physics.snapshot(env_ids)
         rows = snapshot if self._columns is None else snapshot[:, self._columns]
         parts = rows.split_with_sizes(self._sizes, dim=1)
@@ -82,7 +82,7 @@ class ArmTask(Task):
         return scene
 
     def goal(self, env_ids: Tensor | None = None) -> Tensor:
-        """Return where the cube or the tool has to go in these envs (default: all), ``[n, 2 or 3]``."""
+        """Return the goal of the cube or the tool in these envs (default: all), ``[n, 2 or 3]``."""
         return self.variable("goal", env_ids)
 
     def observe(self, scene: Scene) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class ArmTask(Task):
         yaw: Tensor | None = None,
         grip: Tensor | None = None,
     ) -> Tensor:
-        """Return the action that moves the tool by ``by`` ``[n, 3]``, pointing down with a heading."""
+        """Return the action that displaces the tool by ``by`` ``[n, 3]``, pointing down at heading ``yaw`` ``[n]``."""
         target = self._down if yaw is None else torch.bmm(_about_z(yaw), self._down.expand(yaw.shape[0], 3, 3))
         rotation = self.chain.pose(scene["qpos"][:, : self.robot.num_joints])[1]
         turn = rotation_error(target, rotation).clamp(-_MAX_TURN, _MAX_TURN)
@@ -127,7 +127,7 @@ class ArmTask(Task):
 
 
 def _columns(physics: Physics, robot: Robot, has_cube: bool) -> Tensor:
-    """Return the columns of positions and velocities that are the cube's and the robot's, in this order."""
+    """Return the indices of the cube's and the robot's columns in a snapshot, positions before velocities."""
     positions = torch.arange(int(physics.model.nq), device=physics.device)
     speeds = int(physics.model.nq) + torch.arange(int(physics.model.nv), device=physics.device)
     parts = (positions[: 7 * has_cube], positions[robot.qpos], speeds[: 6 * has_cube], speeds[robot.qvel])
@@ -135,12 +135,12 @@ def _columns(physics: Physics, robot: Robot, has_cube: bool) -> Tensor:
 
 
 def shorten(by: Tensor, limit: float) -> Tensor:
-    """Scale displacements ``[n, 3]`` to at most ``limit``."""
+    """Scale displacements ``[n, 3]`` to a length of at most ``limit``."""
     return by * (limit / length(by).clamp_min(limit)).unsqueeze(1)
 
 
 def _about_z(angle: Tensor) -> Tensor:
-    """Return rotation matrices ``[n, 3, 3]`` about the vertical."""
+    """Return rotation matrices ``[n, 3, 3]`` about the z axis."""
     sine, cosine, zero = torch.sin(angle), torch.cos(angle), torch.zeros_like(angle)
     rows = (cosine, -sine, zero, sine, cosine, zero, zero, zero, torch.ones_like(angle))
     return torch.stack(rows, dim=1).view(-1, 3, 3)

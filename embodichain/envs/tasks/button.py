@@ -56,7 +56,7 @@ class PressButton(FixtureTask):
         return {"pressed": scene["part_opening"]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Come over the button, and press."""
+        """Move above the button and press it."""
         tool = self.arm(scene)
         return tool.act(actions, press(tool, scene["part_pos"], DOWN, scene["left"] < 0.0, clearance=0.06))
 
@@ -72,9 +72,10 @@ class PressButtonLanguage(PressButton):
     @staticmethod
     def default_cfg() -> GymCfg:
         area = PoseRangeCfg(x=(0.36, 0.62), y=(-0.26, 0.26))
-        panels = {f"{color}_panel": ButtonsCfg(colors=(color,), pose=area, min_distance=0.15) for color in _COLORS}
         language = LanguageCfg(colors=_COLORS, phrases=("press the {color} button",))
-        scene = SceneCfg(fixtures=panels)
+        scene = SceneCfg(
+            fixtures={f"{color}_panel": ButtonsCfg(colors=(color,), pose=area, min_distance=0.15) for color in _COLORS}
+        )
         return fixture_task_cfg("PressButtonLanguageRL", scene, _ROBOT, steps=100, threshold=0.004, language=language)
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:

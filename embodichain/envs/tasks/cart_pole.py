@@ -16,8 +16,8 @@ from embodichain.errors import ConfigError
 
 MAX_ANGLE = math.radians(12.0)
 MAX_POSITION = 2.4
-# State feedback u = -K x for (position, velocity, angle, rate), in units of the 10 N motor: the LQR gain of the model
-# linearised about the upright pole, for the step of 20 ms, Q = diag(1, 0.1, 10, 0.1) and R = 1 / N^2.
+# State feedback u = -K x for (position, velocity, angle, angular rate), in units of the 10 N motor: the LQR gain of the
+# model linearised about the upright pole, for a step of 20 ms, Q = diag(1, 0.1, 10, 0.1) and R = 1 / N^2.
 _GAIN = (-0.0912, -0.1923, -2.9310, -0.7344)
 
 
@@ -42,7 +42,7 @@ class CartPole(Task):
             id="CartPoleRL",
             max_episode_steps=500,
             env=EnvCfg(
-                substeps=2,  # of 10 ms: the motion is smooth, there is nothing to collide with
+                substeps=2,  # of 10 ms: the motion is smooth and contact-free
                 terminate_on_success=False,
                 events=EventsCfg(randomize_robot=JointRangeCfg(position=0.05, velocity=0.05)),
                 actions=ActionsCfg(effort=EffortTermCfg()),
@@ -53,7 +53,7 @@ class CartPole(Task):
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         start = self.start_robot(env_ids, streams)
         spread = self.cfg.env.events.randomize_robot
-        if spread is not None:  # the pole is no joint of the robot, but starts as unsteadily
+        if spread is not None:  # the pole is not a joint of the robot, but is randomised alike
             drawn = streams.uniform(env_ids, 2, -1.0, 1.0)
             start.qpos[:, 1] += spread.position * drawn[:, 0]
             start.qvel[:, 1] += spread.velocity * drawn[:, 1]

@@ -16,18 +16,18 @@ from embodichain.envs.tasks.fixture_task import FixtureTask, OpeningTask, fixtur
 _COLORS: tuple[Color, ...] = ("red", "green", "blue")
 _AREA = PoseRangeCfg(x=(0.76, 0.82), y=(-0.1, 0.1), yaw=(-0.1, 0.1))
 _FORWARD = [-0.488, -0.3514, 2.3804, 1.1126, 1.0828, 1.5708]
-"""The gripper points at the cabinet, one finger above the other."""
+"""The gripper points at the cabinet, with one finger above the other."""
 
 
 class DrawerTask(FixtureTask):
-    """A gripper before a ``cabinet`` with drawers."""
+    """A gripper in front of a ``cabinet`` with drawers."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         self.cabinet = fixture_of(cfg, "cabinet", DrawersCfg)
         self.parts = [f"cabinet_drawer_{i}" for i in range(self.cabinet.drawers)]
         self.colors = self.cabinet.colors
         super().__init__(cfg, physics, robot)
-        self.wide = 0.9 * self.cabinet.travel  # how far an open drawer is pulled out
+        self.wide = 0.9 * self.cabinet.travel  # opening of an open drawer, in metres
 
 
 class OpenDrawer(OpeningTask, DrawerTask):
@@ -49,7 +49,7 @@ class OpenDrawer(OpeningTask, DrawerTask):
         return {"opening": scene["part_opening"], "held": scene["held"]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Take the handle from the front, and pull."""
+        """Grasp the handle from the front, and pull."""
         tool, held, at = self.arm(scene), scene["held"] > 0, scene["part_pos"]
         take = grasp(tool, at, FORWARD, held, clearance=0.06, tolerance=0.02)
         return tool.act(actions, sequence(take, pull(tool, scene["left"] < 0.0, at, BACKWARD)))
@@ -70,7 +70,7 @@ class OpenDrawerLanguage(OpenDrawer):
         return cfg.replace(id="OpenDrawerLanguageRL", env=cfg.env.replace(language=language))
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
-        """Return also whether another drawer was opened."""
+        """Return also whether another drawer is open."""
         return {**super().metrics(scene), "wrong_drawer": self.others(scene, 0.5 * self.wide)}
 
 
@@ -90,7 +90,7 @@ class CloseDrawer(DrawerTask):
         start, travel = super().sample_start(env_ids, streams), self.cabinet.travel
         opening = streams.uniform(env_ids, 1, 0.6 * travel, 0.95 * travel)[:, 0]
         target = self.target(start)
-        for i in range(self.cabinet.drawers):  # the others stay shut
+        for i in range(self.cabinet.drawers):  # the others stay closed
             joint = int(self.physics.model.joint(f"cabinet/drawer_{i}").qposadr[0])
             start.qpos[:, joint] = opening * (target == i)
         return start
@@ -110,6 +110,6 @@ class CloseDrawer(DrawerTask):
         return {"opening": scene["part_opening"], "distance": length(scene["to_part"])}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Come before the handle with closed fingers, and push it in."""
+        """Move in front of the handle with closed fingers, and push."""
         tool, shut = self.arm(scene), scene["part_opening"] < 0.0
         return tool.act(actions, press(tool, scene["part_pos"], FORWARD, shut, tolerance=0.02))

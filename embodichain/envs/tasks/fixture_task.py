@@ -1,4 +1,4 @@
-"""What the tasks at a fixture share: one of its parts is the target, and is reached for, held and moved."""
+"""Base classes of tasks at a fixture, one part of which is the target to reach, hold and move."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
@@ -12,7 +12,7 @@ from embodichain.envs.physics import Physics
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.kit import Instructed, KitTask, kit_cfg
+from embodichain.envs.tasks.kit import Instructed, KitTask, kit_cfg, select
 from embodichain.envs.terms import is_held
 from embodichain.errors import ConfigError
 
@@ -22,30 +22,26 @@ Cfg = TypeVar("Cfg")
 def fixture_task_cfg(
     id: str, scene: SceneCfg, robot: RobotCfg, steps: int, threshold: float, language: LanguageCfg | None = None
 ) -> GymCfg:
-    """Return the configuration of a task whose tool moves up to 2 cm per step and keeps its orientation."""
+    """Return a task config with end-effector actions of up to 2 cm per step, at constant orientation."""
     actions = ActionsCfg(ee_delta=EndEffectorTermCfg(scale=0.02))
     return kit_cfg(id, scene, {}, steps=steps, threshold=threshold, actions=actions, robot=robot, language=language)
 
 
 class FixtureTask(KitTask):
-    """An arm at fixtures of which one part matters in each episode: the target, ``choice`` of several ``parts``.
+    """An arm at fixtures; each episode has one target, the ``choice`` of several ``parts``.
 
-    Rewards are for what has been achieved, stage by stage. All of it kept up for good is worth less than success, which
-    ends the episode; and where nothing is achieved there is no reward, so that a critic begins near the truth.
+    Rewards are for stages that have been achieved. Holding all of them forever is worth less than success, which ends
+    the episode. Without any achievement the reward is zero, so that the initial value estimates are nearly right.
     """
 
     camera = "shoulder"
     needs_fingers: ClassVar[bool] = True
     parts: Sequence[str]
-    """Names of the parts as they are measured, such as ``cabinet_drawer_0``; set by the constructor of a task."""
+    """Measured names of the parts, such as ``cabinet_drawer_0``; set in the constructor of a task."""
     colors: Sequence[str] = ()
-    """What instructions call the parts, of a task that takes some."""
+    """Names of the parts in instructions, for tasks with language."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
-        if self.needs_fingers and not robot.num_fingers:
-            raise ConfigError(
-                f"robot.tool: {cfg.id} needs a tool with fingers, such as 'gripper', got {cfg.robot.tool!r}"
-            )
         super().__init__(cfg, physics, robot)
         self._instructed: Instructed | None = None
         if self.understands_language:
@@ -68,14 +64,14 @@ class FixtureTask(KitTask):
         return start
 
     def target(self, start: ResetState) -> Tensor:
-        """Return which part is the target in episodes that begin so, int64 ``[n]``."""
+        """Return the index of the target part for these reset states, int64 ``[n]``."""
         choice = start.variables.get("choice")
         if choice is None:
             return torch.zeros(start.qpos.shape[0], dtype=torch.int64, device=start.qpos.device)
         return choice if self._instructed is None else self._named[choice]
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        """Measure the target as ``part_pos``, ``part_opening`` and ``part_speed``, and the way to it."""
+        """Measure the target as ``part_pos``, ``part_opening`` and ``part_speed``, and the offset ``to_part``."""
         scene = super().read(env_ids)
         names = ("pos", "opening", "speed") if f"{self.parts[0]}_opening" in scene else ("pos",)
         if len(self.parts) == 1 and self._instructed is None:
@@ -94,7 +90,7 @@ class FixtureTask(KitTask):
     def observe(self, scene: Scene) -> dict[str, Any]:
         obs: dict[str, Any] = {"robot": {name: scene[name] for name in ("qpos", "qvel", "ee_pos")}}
         if self._instructed is not None:
-            # All parts by colour, not the one that is meant: only the instruction names it.
+            # All parts by colour; only the instruction tells which one is the target.
             offsets = scene["parts_pos"] - scene["ee_pos"].unsqueeze(1)
             parts = torch.cat((offsets, scene["parts_opening"].unsqueeze(2)), dim=2)
             obs["object"] = {color: parts[:, i] for i, color in enumerate(self.colors)}
@@ -107,22 +103,22 @@ class FixtureTask(KitTask):
         return obs
 
     def held(self, scene: Scene, width: float, reach: float = 0.025) -> Tensor:
-        """Tell where the fingers hold the target, as 0 or 1 ``[n]``."""
+        """Return 1 where the fingers hold the target, else 0, ``[n]``."""
         return is_held(scene, "part", width, reach).to(torch.float32)
 
     def others(self, scene: Scene, opening: float) -> Tensor:
-        """Tell where any part but the target is open (or pressed) so far, as 0 or 1 ``[n]``."""
+        """Return 1 where any other part is open (or pressed) by more than ``opening``, else 0, ``[n]``."""
         index = torch.arange(len(self.parts), device=scene["target"].device)
         wrong = (scene["parts_opening"] > opening) & (index != scene["target"].unsqueeze(1))
         return wrong.any(dim=1).to(torch.float32)
 
 
 class OpeningTask(FixtureTask):
-    """Take a part by its handle and open it; ``read`` measures ``held``, and ``left``, the way that is left."""
+    """Grasp a part by its handle and open it; ``read`` measures ``held`` and ``left``, the remaining distance."""
 
     reward_weights = {"reach": 0.1, "grasp": 0.1, "open": 0.4, "effort": -0.005, "success": 50.0}
     wide: float
-    """How far an open part is open; set by the constructor of a task."""
+    """Opening of an open part; set in the constructor of a task."""
 
     def observe(self, scene: Scene) -> dict[str, Any]:
         return {**super().observe(scene), "task": {"held": scene["held"].unsqueeze(1)}}
@@ -141,7 +137,7 @@ class OpeningTask(FixtureTask):
 
 
 def fixture_of(cfg: GymCfg, name: str, kind: type[Cfg]) -> Cfg:
-    """Return the config of a fixture that a task cannot do without; ``ConfigError`` if the scene has none like it."""
+    """Return the config of a required fixture; ``ConfigError`` if the scene has none of this kind."""
     found = cfg.env.scene.fixtures.get(name)
     if not isinstance(found, kind):
         there = "nothing" if found is None else f"a {found.kind}"
@@ -151,12 +147,6 @@ def fixture_of(cfg: GymCfg, name: str, kind: type[Cfg]) -> Cfg:
     return found
 
 
-def select(values: Tensor, index: Tensor) -> Tensor:
-    """Return ``values[i, index[i]]`` for values ``[n, k, ...]`` and ``index`` ``[n]``."""
-    shape = (-1, 1, *[1] * (values.dim() - 2))
-    return values.gather(1, index.view(shape).expand(-1, 1, *values.shape[2:])).squeeze(1)
-
-
 def near(offset: Tensor, scale: float = 5.0) -> Tensor:
-    """Return how near something is, 1 at an offset ``[n, 3]`` of zero and 0 far away, ``[n]``."""
+    """Return a closeness reward ``[n]`` of offsets ``[n, 3]``: 1 at zero, 0 far away."""
     return 1.0 - torch.tanh(scale * length(offset))

@@ -1,4 +1,4 @@
-"""The base of tasks whose scene is a config: what is measured and observed follows from ``env.scene``.
+"""Base class for tasks whose scene is declared in the config: measurements and observations follow ``env.scene``.
 
 ::
 
@@ -8,7 +8,7 @@
         @staticmethod
         def default_cfg():
             scene = SceneCfg(fixtures={"panel": ButtonsCfg(pose=PoseRangeCfg(x=(0.5, 0.6), y=(-0.2, 0.2)))})
-            return kit_cfg("PressRL", scene, rewards={"reach": near("ee", "panel_button_0"), ...})
+            return kit_cfg("PressRL", scene, rewards={"reach": reward("near", of="ee", to="panel_button_0")})
 
         def success(self, scene):
             return scene["panel_button_0_opening"] > 0.012
@@ -40,7 +40,7 @@ from embodichain.envs.physics import Physics
 from embodichain.envs.primitives import Tool, ToolArm
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
-from embodichain.envs.task import ResetState, Scene
+from embodichain.envs.task import Measurements, ResetState, Scene
 from embodichain.envs.tasks.arm import ArmTask
 from embodichain.errors import ConfigError
 
@@ -60,7 +60,7 @@ def kit_cfg(
     observations: Mapping[str, ObservationTermCfg] | None = None,
     language: LanguageCfg | None = None,
 ) -> GymCfg:
-    """Return the configuration of a task: a UR5 with a gripper at a table, moved by its tool, unless told otherwise."""
+    """Return a task config; the defaults are a UR5 with a gripper at a table and end-effector actions."""
     env = EnvCfg(
         substeps=5,
         success_threshold=threshold,
@@ -75,7 +75,7 @@ def kit_cfg(
 
 
 def ur5(tool: str) -> RobotCfg:
-    """Return a UR5 that holds a tool over the table, ``"gripper"`` or ``"pusher"``."""
+    """Return a UR5 with a tool, ``"gripper"`` or ``"pusher"``, in its home posture above the table."""
     return RobotCfg(tool=tool, init_qpos=_HOME[tool])
 
 
@@ -90,20 +90,20 @@ def observation(func: str, **params: Any) -> ObservationTermCfg:
 
 
 def stages(*terms: RewardTermCfg) -> RewardTermCfg:
-    """Return the reward for stages one after the other, each a term in [0, 1] whose weight is where it is done."""
+    """Return a staged reward; each term lies in [0, 1], and its weight is the value at which the stage is complete."""
     entries = [{"func": term.func, "params": term.params, "done": term.weight} for term in terms]
     return RewardTermCfg(func="staged", params={"stages": entries})
 
 
 class KitTask(ArmTask):
-    """A robot arm in the scene of the config; write ``default_cfg``, ``success`` and perhaps ``expert_action``."""
+    """A robot arm in a configured scene; define ``default_cfg``, ``success`` and optionally ``expert_action``."""
 
     scene_file, goal_dim = "table_scene.xml", 0
     reward_weights: ClassVar[dict[str, float]] = {}
     needs: ClassVar[tuple[str, ...]] = ()
-    """Names of things that ``env.scene`` has to have."""
+    """Names that ``env.scene`` must contain."""
     needs_fingers: ClassVar[bool] = False
-    """Whether the robot has to have a gripper."""
+    """Whether the robot must have a gripper."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         scene, problems = cfg.env.scene, []
@@ -122,14 +122,14 @@ class KitTask(ArmTask):
         self._nq = int(physics.model.nq)
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        """Place the robot and the scene; what a task draws beyond that goes into ``variables``."""
+        """Sample the robot and the scene; store further task variables in ``variables``."""
         return self.start_robot(env_ids, streams)
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        """Return the robot's joints and tool, the gap between its fingers, and everything in the scene by name."""
+        """Return the robot's joints and tool position, the gripper gap, and every thing of the scene by name."""
         snapshot = self.physics.snapshot(env_ids)
         qpos = snapshot[:, : self._nq][:, self.robot.qpos]
-        scene = {"qpos": qpos, "qvel": snapshot[:, self._nq :][:, self.robot.qvel]}
+        scene = Measurements({"qpos": qpos, "qvel": snapshot[:, self._nq :][:, self.robot.qvel]})
         scene["ee_pos"] = self.chain.position(qpos[:, : self.robot.num_joints])
         if self.robot.num_fingers:
             arm = next(iter(self.robot.arms.values()))
@@ -155,7 +155,7 @@ class KitTask(ArmTask):
         return {}
 
     def arm(self, scene: Scene) -> Tool:
-        """Return the tool as it is measured, for the motion primitives of ``envs/primitives.py``."""
+        """Return the measured tool pose, for the motion primitives of ``envs/primitives.py``."""
         return self._arm.at(scene["qpos"])
 
 
@@ -165,10 +165,10 @@ def raised(point: Tensor, by: float) -> Tensor:
 
 
 def climb(*rungs: tuple[Tensor, Tensor]) -> Tensor:
-    """Return progress in [0, 1] up a ladder of stages, ``[n]``: where each is reached (bool), and how far in [0, 1].
+    """Return progress ``[n]`` in [0, 1] through ordered stages, each given as ``(reached, progress)``, ``[n]`` each.
 
-    The highest stage that is reached counts, so that what comes last never pays for what it leaves behind: a hand that
-    leaves a cube it has placed, say. The first stage is always reached.
+    Only the highest stage reached counts, so a later stage is not penalised for undoing an earlier one, such as
+    releasing a cube after placing it. The first stage is always reached.
     """
     total = rungs[0][1].clamp(0.0, 1.0)
     for number, (reached, part) in enumerate(rungs[1:], start=1):
@@ -177,14 +177,14 @@ def climb(*rungs: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def nearness(distance: Tensor) -> Tensor:
-    """Return 1 at no distance, 0 beyond 0.8 m: it falls evenly from afar, which shows a way back, and fast nearby."""
+    """Return a closeness reward ``[n]``: 1 at distance 0, 0 beyond 0.8 m, linear far away and steep nearby."""
     return 0.5 * (1.0 - distance / 0.8).clamp_min(0.0) + 0.5 * (1.0 - torch.tanh(10.0 * distance))
 
 
 def coming_to_grasp(distance: Tensor, gap: Tensor, width: float, widest: float = 0.084) -> Tensor:
-    """Return progress in [0, 1] towards holding a thing: come to it, and close the fingers once it is between.
+    """Return progress in [0, 1] towards a grasp: approach the object, then close the fingers around it.
 
-    ``distance`` ``[n]`` is that of the tool from the thing, ``gap`` ``[n]`` the one between the fingers.
+    ``distance`` ``[n]`` is from the tool to the object, ``gap`` ``[n]`` between the fingers, both in metres.
     """
     closed = ((widest - gap) / (widest - width)).clamp(0.0, 1.0)
     between = (distance < 0.5 * width).to(closed.dtype)
@@ -192,30 +192,35 @@ def coming_to_grasp(distance: Tensor, gap: Tensor, width: float, widest: float =
 
 
 class Instructed:
-    """Draws which of several choices an episode is about, and how it is said; a part of tasks with instructions."""
+    """Samples the choice and the phrasing of the instruction of each episode."""
 
     def __init__(self, language: LanguageCfg, choices: Sequence[Mapping[str, str]], device: torch.device) -> None:
         self.choices = list(choices)
         self.table = instruction_table(language, choices).to(device)
 
     def sample(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
-        """Draw the choice and the phrase of each episode into its variables."""
+        """Sample the choice and the phrase of each episode into its variables."""
         phrases, choices = self.table.shape[:2]
         drawn = streams.uniform(env_ids, 2)
         start.variables["choice"] = (drawn[:, 0] * choices).long().clamp_(max=choices - 1)
         start.variables["phrase"] = (drawn[:, 1] * phrases).long().clamp_(max=phrases - 1)
 
     def read(self, choice: Tensor, phrase: Tensor) -> Tensor:
-        """Return the bytes of the instructions, uint8 ``[n, length]``."""
+        """Return the instructions as bytes, uint8 ``[n, length]``."""
         return self.table[phrase, choice]
 
 
 def pick(scene: Scene, names: Sequence[str], which: Tensor, quantity: str) -> Tensor:
-    """Return a quantity, such as ``"pos"``, of the one of several things that ``which`` ``[n]`` says."""
-    values = torch.stack([scene[f"{name}_{quantity}"] for name in names], dim=1)
-    return values.gather(1, which.view(-1, 1, 1).expand(-1, 1, values.shape[2])).squeeze(1)
+    """Return a quantity, such as ``"pos"``, of thing ``names[which[i]]`` in each env ``i``; ``which`` is ``[n]``."""
+    return select(torch.stack([scene[f"{name}_{quantity}"] for name in names], dim=1), which)
+
+
+def select(values: Tensor, index: Tensor) -> Tensor:
+    """Return ``values[i, index[i]]`` for values ``[n, k, ...]`` and ``index`` ``[n]``."""
+    shape = (-1, 1, *[1] * (values.dim() - 2))
+    return values.gather(1, index.view(shape).expand(-1, 1, *values.shape[2:])).squeeze(1)
 
 
 def letting_go(gap: Tensor, width: float, widest: float) -> Tensor:
-    """Return progress in [0, 1] of fingers that hold a thing of this width, at 0, and open until ``widest``, at 1."""
+    """Return progress in [0, 1] of releasing an object: 0 at its width, 1 at the gap ``widest``."""
     return ((gap - width) / (widest - width)).clamp(0.0, 1.0)

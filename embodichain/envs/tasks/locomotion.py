@@ -1,12 +1,12 @@
-"""Walk to a commanded velocity: what walking robots share, and a task for each of them.
+"""Velocity tracking for walking robots: the shared task, and one task per robot.
 
-A command is a velocity forwards, one to the left and a rate of turning, in the frame of the robot's base. An episode
-has several, one after the other. They are drawn when it begins, so that a step draws nothing.
+A command is a forward velocity, a lateral velocity and a yaw rate, in the frame of the robot's base. An episode has a
+sequence of commands, all sampled at reset.
 
-Two figures measure how well commands are followed, over the steps of an episode that are at least ``SETTLING`` seconds
-after the last change of command. ``tracking_error`` is the mean of ``|v - v_cmd| / |v_cmd|`` over those with a
-commanded speed of at least ``SLOWEST``, ``v`` being the horizontal velocity; ``turning_error`` is that of the rate of
-turning. Both are 1 where nothing has been measured yet, and after a fall.
+Two metrics measure the tracking over the steps of an episode that are at least ``SETTLING`` seconds after the last
+change of command. ``tracking_error`` is the mean of ``|v - v_cmd| / |v_cmd|`` over steps with a commanded speed of at
+least ``SLOWEST``, with ``v`` the horizontal velocity; ``turning_error`` is the same for the yaw rate. Both are 1 while
+nothing has been measured yet, and after a fall.
 """
 
 import math
@@ -35,12 +35,12 @@ from embodichain.envs.task import ResetState, Scene, Task, present_bounds
 from embodichain.errors import ConfigError
 
 SETTLING = 1.0
-"""Seconds after a change of command that are left out of the errors."""
+"""Seconds after a change of command that are excluded from the errors."""
 SLOWEST = 0.3
-"""Commands below this, in m/s or rad/s, are left out of the errors, which are relative."""
-_MOST_COMMANDS = 64  # of an episode, drawn ahead; a longer one begins with the first again
-_STANDING = 0.1  # commands below this mean to stand
-_AHEAD = 0.6  # seconds that the marker of the command looks ahead
+"""Commands below this, in m/s or rad/s, are excluded from the relative errors."""
+_MOST_COMMANDS = 64  # per episode, sampled at reset; a longer episode repeats them
+_STANDING = 0.1  # commands below this mean standing, in m/s or rad/s
+_AHEAD = 0.6  # seconds by which the command marker is ahead of the robot
 
 
 class VelocityTask(Task):
@@ -63,11 +63,11 @@ class VelocityTask(Task):
         "posture": -0.1,
     }
     feet: ClassVar[tuple[str, ...]]
-    """The feet of our robot: sites in the middle of their spheres or capsules, as large as those."""
+    """Sites of the feet of our robot, at the centre of their spheres or capsules and of the same radius."""
     swing: ClassVar[float]
-    """Seconds in the air from which on a step is rewarded."""
+    """Air time in seconds above which a step is rewarded."""
     clearance: ClassVar[float]
-    """A foot that is closer to the ground than this, in metres, touches it."""
+    """Height in metres below which a foot is in contact with the ground."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)
@@ -82,7 +82,7 @@ class VelocityTask(Task):
         self._sites = torch.tensor(sites, device=device)
         radii = model.site_size[sites, 0]
         self._touching = torch.tensor(radii, dtype=torch.float32, device=device) + self.clearance
-        # Standing on the ground, whatever height the model has its base at
+        # Start on the ground, at whatever height the model has its base.
         data = mujoco.MjData(model)
         data.qpos[:] = self._home.cpu().numpy()
         mujoco.mj_kinematics(model, data)
@@ -128,7 +128,7 @@ class VelocityTask(Task):
         base, motion = self._base, self._motion
         position, quat = state[:, base : base + 3], state[:, base + 3 : base + 7]
         linear, angular = state[:, motion : motion + 3], state[:, motion + 3 : motion + 6]
-        # The free joint's linear velocity is that of the world's frame, its angular velocity of the body's.
+        # The free joint's linear velocity is in the world frame, its angular velocity in the body frame.
         local = _rotate_back(quat, torch.stack((linear, self._gravity.expand_as(linear)), dim=1))
         feet = feet.index_select(1, self._sites).float()
         since = (rows["clock"] + rows["offset"]) % self._interval
@@ -153,7 +153,7 @@ class VelocityTask(Task):
         return scene
 
     def _errors(self, scene: Scene) -> Tensor:
-        """Return the relative errors of velocity and turning ``[n, 4]``, each with 1 where it counts, else 0."""
+        """Return the relative errors of velocity and yaw rate ``[n, 4]``, each followed by 1 where it counts."""
         command, settled = scene["command"], scene["since"] >= SETTLING
         speed, rate = command[:, :2].norm(dim=1), command[:, 2].abs()
         linear = (scene["linear"][:, :2] - command[:, :2]).norm(dim=1) / speed.clamp_min(SLOWEST)
@@ -162,7 +162,7 @@ class VelocityTask(Task):
         return torch.stack((linear * walks, walks, turning * turns, turns), dim=1)
 
     def observe(self, scene: Scene) -> dict[str, Any]:
-        # What a real robot measures, and, under "critic", what it does not.
+        # What a real robot measures; "critic" holds privileged observations.
         return {
             "base": {"angvel": scene["angular"], "gravity": scene["gravity"]},
             "command": {"velocity": scene["command"]},
@@ -209,7 +209,7 @@ class VelocityTask(Task):
         }
 
     def _mean_errors(self, scene: Scene) -> Tensor:
-        """Return the mean errors of the episode so far ``[n, 2]``: of the velocity, and of the rate of turning."""
+        """Return the mean errors of the episode so far ``[n, 2]``: of the velocity and of the yaw rate."""
         sums = self.variables["errors"] + scene["errors"]
         counts = sums[:, 1::2]
         unknown = scene["fallen"] | (counts.sum(dim=1) == 0)
@@ -230,13 +230,13 @@ class VelocityTask(Task):
         scene = self.read()
         ahead = torch.cat((_AHEAD * scene["command"][:, :2], torch.zeros_like(scene["command"][:, :1])), dim=1)
         w, _, _, z = scene["quat"].unbind(1)
-        back = torch.stack((w, torch.zeros_like(w), torch.zeros_like(w), -z), dim=1)  # against the heading
+        back = torch.stack((w, torch.zeros_like(w), torch.zeros_like(w), -z), dim=1)  # inverse of the heading
         back = back / back.norm(dim=1, keepdim=True).clamp_min(1e-6)
         return {"command": scene["position"] + _rotate_back(back, ahead.unsqueeze(1)).squeeze(1)}
 
 
 def _feet(model: mujoco.MjModel, names: Sequence[str]) -> list[int]:
-    """Return the sites of the feet: those of our robot, or those that were found in one that ``walks``."""
+    """Return the site ids of the feet: those of our robot, or those found in a robot with ``walks``."""
     sites = {model.site(i).name: i for i in range(model.nsite)}
     ours = [sites[f"robot/{name}"] for name in names if f"robot/{name}" in sites]
     feet = ours or [i for name, i in sites.items() if name.startswith("robot/foot_")]
@@ -246,19 +246,19 @@ def _feet(model: mujoco.MjModel, names: Sequence[str]) -> list[int]:
 
 
 def _closeness(squared: Tensor) -> Tensor:
-    """Return 1 for no error, by half from a wide bell, which leads there, and half from a narrow one."""
+    """Return 1 for no error: the mean of a wide Gaussian, which guides from afar, and a narrow one."""
     return 0.5 * (torch.exp(-4.0 * squared) + torch.exp(-25.0 * squared))
 
 
 def _rotate_back(quat: Tensor, vectors: Tensor) -> Tensor:
-    """Return vectors ``[n, k, 3]`` of the world in the frame of a body with orientation ``quat`` ``[n, 4]``."""
+    """Rotate world vectors ``[n, k, 3]`` into the frame of a body with orientation ``quat`` ``[n, 4]``."""
     axis = quat[:, None, 1:].expand_as(vectors)
     twice = 2.0 * torch.linalg.cross(axis, vectors)
     return vectors - quat[:, :1, None] * twice + torch.linalg.cross(axis, twice)
 
 
 def walker_cfg(id: str, robot: RobotCfg, command: VelocityCommandCfg, threshold: float) -> GymCfg:
-    """Return the configuration of a walking robot: targets around its initial pose at 50 Hz, physics at 200 Hz."""
+    """Return the config of a walking robot: joint targets around its initial posture at 50 Hz, physics at 200 Hz."""
     env = EnvCfg(
         substeps=4,
         success_threshold=threshold,

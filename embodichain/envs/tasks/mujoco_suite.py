@@ -1,7 +1,8 @@
 """Gymnasium's MuJoCo suite on this package's batched physics, from the models inside the ``gymnasium`` package.
 
-Observations, rewards, ends and resets are those of Gymnasium's version 5, and so are the arguments of the environments
-(``kwargs``), whose defaults are read from Gymnasium's own signatures. As there, body positions lag by one substep.
+Observations, rewards, terminations and resets are those of Gymnasium's version 5, and so are the arguments of the
+environments (``kwargs``), whose defaults are read from Gymnasium's signatures. As there, body positions lag by one
+substep.
 """
 
 import inspect
@@ -31,14 +32,14 @@ from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task
 from embodichain.errors import ConfigError
 
-_IGNORED = frozenset({"render_mode"})  # every environment here can render
-_ELSEWHERE = frozenset({"default_camera_config"})  # asks for the renderer of Gymnasium
-_TRIES = 32  # of drawing a place that is far enough from another; all of them fail once in 10**13
+_IGNORED = frozenset({"render_mode"})  # every environment can render
+_ELSEWHERE = frozenset({"default_camera_config"})  # needs Gymnasium's own renderer
+_TRIES = 32  # candidate positions; all are too close with probability 1e-13
 
 
 @cache
 def _defaults(id: str) -> dict[str, Any]:
-    """Return the arguments of an environment and their defaults, from Gymnasium."""
+    """Return the arguments of an environment and their defaults in Gymnasium."""
     entry = gym.spec(id).entry_point
     create = load_env_creator(entry) if isinstance(entry, str) else entry
     parameters = inspect.signature(create).parameters.values()  # type: ignore[arg-type]
@@ -46,7 +47,7 @@ def _defaults(id: str) -> dict[str, Any]:
 
 
 def _check_arguments(id: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` unless arguments are of the kind of their defaults."""
+    """Raise ``ConfigError`` unless arguments have the types of their defaults."""
     problems = []
     for name, value in kwargs.items():
         default = _defaults(id).get(name)
@@ -76,7 +77,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _body(model: mujoco.MjModel, name: int | str, argument: str) -> int:
-    """Return the number of a body; ``ConfigError`` names the argument that is to blame if there is none."""
+    """Return the id of a body; ``ConfigError`` names the argument if there is none."""
     try:
         return int(model.body(name).id)
     except (KeyError, IndexError):
@@ -84,13 +85,13 @@ def _body(model: mujoco.MjModel, name: int | str, argument: str) -> int:
 
 
 class MujocoTask(Task):
-    """One environment of the suite; formulas are written on float64 rows of the state, as in Gymnasium."""
+    """An environment of the suite; all formulas use float64, as in Gymnasium."""
 
     id: ClassVar[str]
-    """Its name in Gymnasium."""
+    """Its id in Gymnasium."""
     gaussian_velocity: ClassVar[bool] = False
     """Whether initial velocities are normal instead of uniform."""
-    scene_file = ""  # kwargs.xml_file names it
+    scene_file = ""  # set by kwargs.xml_file
     observes_afresh = True
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
@@ -116,7 +117,7 @@ class MujocoTask(Task):
 
     @classmethod
     def default_cfg(cls) -> GymCfg:
-        """Return the configuration that Gymnasium's registry and signature amount to."""
+        """Return the config that matches Gymnasium's registry and signature."""
         skip = int(_defaults(cls.id)["frame_skip"])
         limit = gym.spec(cls.id).max_episode_steps
         return GymCfg(id=cls.id, max_episode_steps=limit, env=EnvCfg(substeps=skip, terminate_on_success=False))
@@ -135,7 +136,7 @@ class MujocoTask(Task):
             raise ConfigError(f"kwargs.xml_file: {error}") from error
         cameras = mounted_cameras(cfg)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated words in Gymnasium's files
+            warnings.simplefilter("ignore")  # deprecated syntax in Gymnasium's files
             spec = read_spec(path)
             if "cfrc_ext" in cls.outputs and cfg.device == "cpu":
                 ask_for_contact_forces(spec)
@@ -143,7 +144,7 @@ class MujocoTask(Task):
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
         if cfg.device != "cpu" and model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:
-            model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON  # solves the same problem, and MuJoCo Warp has it
+            model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON  # the same solution, and supported by MuJoCo Warp
         return model
 
     @classmethod
@@ -167,13 +168,13 @@ class MujocoTask(Task):
 
     @abstractmethod
     def state_vector(self, scene: Scene) -> Tensor:
-        """Return the observation ``[n, size]``."""
+        """Return the observation vector ``[n, size]``."""
 
     def success(self, scene: Scene) -> Tensor | None:
         return None
 
     def control_reward(self, weight: str) -> Tensor:
-        """Return what controls cost: the sum of their squares by its weight, negative, ``[num_envs]``."""
+        """Return the negative control cost, the weighted sum of squared controls, ``[num_envs]``."""
         return _square_sum(self.physics.ctrl) * -self.settings[weight]
 
 
@@ -182,7 +183,7 @@ def _square_sum(values: Tensor) -> Tensor:
 
 
 def _once(measure: Callable[[Any, Scene], Tensor]) -> Callable[[Any, Scene], Tensor]:
-    """Let a measure of a scene be computed once for it."""
+    """Cache a measure in the scene, so that it is computed once."""
     name = measure.__name__
 
     @wraps(measure)
@@ -194,14 +195,14 @@ def _once(measure: Callable[[Any, Scene], Tensor]) -> Callable[[Any, Scene], Ten
     return known
 
 
-class Runner(MujocoTask):
-    """A body that is rewarded for its velocity along x, and pays for its controls."""
+class Locomotion(MujocoTask):
+    """A body rewarded for its velocity along x, with a control cost."""
 
     reward_weights = {"reward_forward": 1.0, "reward_ctrl": 1.0}
     plane: ClassVar[int] = 1
-    """Coordinates of the position, which are not observed."""
+    """Number of position coordinates that are not observed."""
     speed_limit: ClassVar[float | None] = None
-    """Bound of observed velocities."""
+    """Bound on observed velocities."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot | None) -> None:
         super().__init__(cfg, physics, robot)
@@ -234,21 +235,21 @@ class Runner(MujocoTask):
         return {"reward_forward": forward, "reward_ctrl": self.control_reward("ctrl_cost_weight")}
 
 
-class HalfCheetah(Runner):
+class HalfCheetah(Locomotion):
     """Run forward with two legs in a plane; an episode ends with its time."""
 
     id = "HalfCheetah-v5"
     gaussian_velocity = True
 
 
-class Swimmer(Runner):
+class Swimmer(Locomotion):
     """Swim forward with three links in a plane; an episode ends with its time."""
 
     id = "Swimmer-v5"
     plane = 2
 
 
-class Walker(Runner):
+class Walker(Locomotion):
     """A runner that is rewarded while it is healthy; an episode ends when it is not."""
 
     reward_weights = {"reward_forward": 1.0, "reward_ctrl": 1.0, "reward_survive": 1.0}
@@ -256,12 +257,12 @@ class Walker(Runner):
     """The coordinate that ``healthy_z_range`` bounds."""
 
     def healthy(self, scene: Scene) -> Tensor:
-        """Return who stands, bool ``[n]``."""
+        """Return where the body is healthy, bool ``[n]``."""
         return _within(scene["qpos"][:, self.height], self.settings["healthy_z_range"])
 
     @_once
     def is_healthy(self, scene: Scene) -> Tensor:
-        """Return ``healthy``, for whoever asks again."""
+        """Return ``healthy``, cached."""
         return self.healthy(scene)
 
     def failed(self, scene: Scene) -> Tensor | None:
@@ -344,7 +345,7 @@ class Humanoid(Walker):
         self._share = mass / mass.sum()
 
     def x_position(self, scene: Scene) -> Tensor:
-        return (scene["xipos"][..., 0] * self._share).sum(dim=1)  # a row's bits do not depend on the others
+        return (scene["xipos"][..., 0] * self._share).sum(dim=1)  # bit-identical for any batch size
 
     def state_vector(self, scene: Scene) -> Tensor:
         return torch.cat((super().state_vector(scene), *_body_states(scene, self.settings)), dim=1)
@@ -430,7 +431,7 @@ class Pusher(MujocoTask):
         count = env_ids.numel()
         drawn = streams.uniform(env_ids, 2 * _TRIES).view(count, _TRIES, 2)
         places = torch.stack((-0.3 * drawn[..., 0], 0.4 * drawn[..., 1] - 0.2), dim=2)
-        first = (places.norm(dim=2) > 0.17).to(torch.uint8).argmax(dim=1)  # the first that is far from the goal
+        first = (places.norm(dim=2) > 0.17).to(torch.uint8).argmax(dim=1)  # the first one far from the goal
         qpos = self._home.repeat(count, 1)
         qpos[:, -4:-2] = places.gather(1, first.view(-1, 1, 1).expand(-1, 1, 2)).squeeze(1)
         qpos[:, -2:] = 0.0
@@ -505,7 +506,7 @@ def _within(values: Tensor, bounds: tuple[float, float]) -> Tensor:
 
 
 def _body_states(scene: Scene, settings: Mapping[str, Any]) -> list[Tensor]:
-    """Return what a humanoid observes of its bodies, as far as its arguments ask for it."""
-    parts = {"cinert": 1, "cvel": 1, "qfrc_actuator": 6, "cfrc_ext": 1}  # the world, and the free joint, are left out
+    """Return the observed body quantities of a humanoid, as its arguments select them."""
+    parts = {"cinert": 1, "cvel": 1, "qfrc_actuator": 6, "cfrc_ext": 1}  # skips the world body and the free joint
     chosen = [name for name in parts if settings[f"include_{name}_in_observation"]]
     return [scene[name][:, parts[name] :].flatten(1) for name in chosen]

@@ -17,9 +17,9 @@ from embodichain.envs.task import ResetState, Scene
 from embodichain.envs.tasks.fixture_task import FixtureTask, fixture_of, fixture_task_cfg
 from embodichain.envs.terms import is_held
 
-_BELOW, _SPREAD = 0.015, 0.005  # the peg's middle is so far below the tool, and up to so much higher or lower
-_DROPPED = 0.08  # distance of the peg's middle from the tool at which it counts as dropped
-_SQUEEZE = 0.0005  # by which the fingers start closer than the peg is thick
+_BELOW, _SPREAD = 0.015, 0.005  # distance of the peg's centre below the tool, and its random variation, in metres
+_DROPPED = 0.08  # distance between peg and tool at which the peg counts as dropped, in metres
+_SQUEEZE = 0.0005  # how much closer than the peg's diameter the fingers start, in metres
 
 
 class InsertPeg(FixtureTask):
@@ -33,7 +33,7 @@ class InsertPeg(FixtureTask):
         self.peg, self.hole = fixture_of(cfg, "peg", PegCfg), fixture_of(cfg, "block", HoleCfg)
         self.parts = ["block_hole"]
         super().__init__(cfg, physics, robot)
-        self.depth = 0.75 * self.hole.depth  # how deep the peg is to be pushed in
+        self.depth = 0.75 * self.hole.depth  # required insertion depth, in metres
         self._pose = int(physics.model.joint("peg").qposadr[0])
         self._tip = torch.tensor([[0.0, 0.0, -0.5 * self.peg.length]], device=physics.device)
 
@@ -47,12 +47,12 @@ class InsertPeg(FixtureTask):
         return fixture_task_cfg("InsertPegRL", scene, robot, steps=150, threshold=0.005)
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
-        """Put the peg between the fingers, upright as the tool is."""
+        """Place the peg between the fingers, aligned with the tool."""
         start = super().sample_start(env_ids, streams)
         tool = self._arm.at(start.qpos[:, self.robot.qpos].to(torch.float32))
-        up = -tool.rotation[:, :, 1]  # the tool points along its own y axis
+        up = -tool.rotation[:, :, 1]  # the tool points along its y axis
         below = _BELOW + _SPREAD * streams.uniform(env_ids, 1, -1.0, 1.0).to(torch.float32)
-        # The shortest turn from the vertical to ``up``: (1 + z . up, z x up), normalised.
+        # The shortest rotation from the vertical to ``up``: (1 + z . up, z x up), normalised.
         quat = torch.stack((1.0 + up[:, 2], -up[:, 1], up[:, 0], torch.zeros_like(up[:, 0])), dim=1)
         pose = torch.cat((tool.pos - below * up, quat / length(quat).unsqueeze(1)), dim=1)
         start.qpos[:, self._pose : self._pose + 7] = pose.to(start.qpos.dtype)
@@ -95,13 +95,13 @@ class InsertPeg(FixtureTask):
         return self.depth - scene["depth"] < self._threshold
 
     def failed(self, scene: Scene) -> Tensor:
-        """Tell where the peg was dropped."""
+        """Return where the peg was dropped."""
         return length(scene["peg_pos"] - scene["ee_pos"]) > _DROPPED
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         return {"depth": scene["depth"], "off_axis": scene["off"], "held": scene["held"]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Bring the peg's tip over the hole, and push it in."""
+        """Move the peg's tip above the hole, and push it in."""
         tool, done = self.arm(scene), scene["depth"] > self.depth
         return tool.act(actions, insert(tool, scene["tip"], scene["part_pos"], done))

@@ -15,10 +15,10 @@ from embodichain.envs.tasks.arm import HALF_CUBE, ArmTask, arm_cfg, shorten
 from embodichain.envs.vec_env import SEGMENTS
 from embodichain.errors import ConfigError
 
-_ABOVE = 0.1  # height over the cube from which the expert comes down
-_MAX_STEP = 0.03  # metres the expert asks for in one step
+_ABOVE = 0.1  # height above the cube at which the expert aligns the tool, in metres
+_MAX_STEP = 0.03  # largest displacement of the expert per step, in metres
 _REACHING, _GRASPING, _MOVING = (SEGMENTS.index(name) for name in ("reach", "grasp", "move"))
-_STILL = 0.25  # speed in m/s below which the cube counts as held still at the goal
+_STILL = 0.25  # speed in m/s below which the cube counts as at rest
 
 
 class PickCube(ArmTask):
@@ -52,7 +52,7 @@ class PickCube(ArmTask):
         scene["to_cube"] = scene["cube_pos"] - scene["ee_pos"]
         fingers = scene["qpos"][:, self.robot.num_joints :]
         opening = self._arm.opening(fingers)
-        # Held: the cube is between the fingers, and they are as far apart as the cube is wide.
+        # Held: the cube is between the fingers, and their gap matches its width.
         held = (length(scene["to_cube"]) < 0.02) & (opening < HALF_CUBE + 0.004) & (opening > HALF_CUBE - 0.01)
         scene["held"] = held.to(torch.float32)
         return scene
@@ -79,7 +79,7 @@ class PickCube(ArmTask):
         return {**super().metrics(scene), "held": scene["held"], "height": scene["cube_pos"][:, 2]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Come down on the cube with open fingers, close them, and carry what is held to the goal."""
+        """Lower the open gripper over the cube, close it, and carry the cube to the goal."""
         to_cube, held = scene["to_cube"], scene["held"] > 0
         aligned = length(to_cube[:, :2]) < 0.012
         low = to_cube[:, 2].abs() < 0.01
@@ -92,9 +92,9 @@ class PickCube(ArmTask):
         return self.move_tool(scene, actions, shorten(by, _MAX_STEP), self._heading(scene), grip)
 
     def _heading(self, scene: Scene) -> Tensor:
-        """Return the cube's heading, turned by quarters to within 45 degrees: the fingers go flat against its sides.
+        """Return the cube's yaw modulo 90 degrees, within +-45 degrees: the fingers close flat against its sides.
 
-        Quarters come off first: only the one-argument arc tangent gives the same bits anywhere in the batch.
+        The quarter turns are removed first, as only ``atan`` (not ``atan2``) is bit-identical anywhere in a batch.
         """
         w, x, y, z = scene["cube_quat"].unbind(1)
         sine, cosine = 2.0 * (w * z + x * y), 1.0 - 2.0 * (y * y + z * z)

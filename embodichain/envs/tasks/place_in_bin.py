@@ -29,11 +29,11 @@ from embodichain.envs.tasks.kit import (
 from embodichain.envs.terms import is_held
 from embodichain.errors import ConfigError
 
-_WIDTH = 0.05  # of a cube
-_OVER = 0.13  # height over a bin's floor from which the cube is let go
-_RELEASED = 0.062  # gap between the fingers from which on they hold no cube
-_SLOW = 0.25  # speed in m/s below which the expert lets go of a cube
-_STILL = 0.1  # speed in m/s below which a cube counts as lying
+_WIDTH = 0.05  # of a cube, in metres
+_OVER = 0.13  # height above the floor of the bin at which the cube is released, in metres
+_RELEASED = 0.062  # gap between the fingers at which a cube is released, in metres
+_SLOW = 0.25  # speed in m/s below which the expert releases a cube
+_STILL = 0.1  # speed in m/s below which a cube counts as at rest
 _CUBES = PoseRangeCfg(x=(0.42, 0.54), y=(-0.2, -0.04), yaw=(-0.3, 0.3))
 _VIEW = ViewCfg(pos=(1.05, -0.6, 0.6), lookat=(0.52, 0.02, 0.03), fovy=44.0)
 
@@ -51,7 +51,7 @@ class PlaceInBin(KitTask):
         bins = [fixture for fixture in cfg.env.scene.fixtures.values() if isinstance(fixture, BinCfg)]
         if not bins:
             raise ConfigError(f"env.scene.fixtures: {cfg.id} needs a bin")
-        # Inside: the middle of the cube is between the walls, and below the rim.
+        # Inside: the centre of the cube is between the walls and below the rim.
         inside = [min(bin.size[i] for bin in bins) * 0.5 - bins[0].wall for i in (0, 1)]
         self._inside = torch.tensor([inside], device=physics.device)
         self._rim = torch.tensor(min(bin.size[2] for bin in bins), device=physics.device)
@@ -69,7 +69,7 @@ class PlaceInBin(KitTask):
         return self._measure(super().read(env_ids))
 
     def _measure(self, scene: Scene) -> Scene:
-        """Add what follows from where the cube and the bin are."""
+        """Add the quantities derived from the cube and the bin."""
         scene["to_cube"] = scene["cube_pos"] - scene["ee_pos"]
         scene["drop_pos"] = raised(scene["bin_pos"], _OVER)
         scene["to_drop"] = scene["drop_pos"] - scene["cube_pos"]
@@ -103,7 +103,7 @@ class PlaceInBin(KitTask):
         return {"held": scene["held"], "in_bin": scene["in_bin"], "distance": length(scene["to_drop"])}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Grasp the cube from above, carry it over the bin, and let go."""
+        """Grasp the cube from above, carry it over the bin, and release it."""
         tool, held = self.arm(scene), scene["held"] > 0
         there = (length(scene["to_drop"][:, :2]) < 0.02) & (scene["to_drop"][:, 2] < 0.03)
         let_go = there & (length(scene["cube_linvel"]) < _SLOW)

@@ -13,13 +13,13 @@ from embodichain.envs.primitives import push
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene
-from embodichain.envs.tasks.kit import KitTask, kit_cfg, ur5
+from embodichain.envs.tasks.kit import KitTask, kit_cfg, select, ur5
 from embodichain.errors import ConfigError
 
-_REACH = 0.05  # distance from the cube's centre at which the tool's centre touches or nearly touches it
-_LOW, _HIGH = 0.03, 0.11  # heights of the tool's tip for pushing and for passing over the cube and the obstacle
-_CLEAR = 0.075  # distance from the obstacle at which the cube passes it
-_COMMITTED = 0.05  # offset to one side from which on the cube goes round that side
+_REACH = 0.05  # distance between the centres of cube and tool at contact, in metres
+_LOW, _HIGH = 0.03, 0.11  # heights of the tool tip when pushing and when passing over cube and obstacle, in metres
+_CLEAR = 0.075  # distance at which the cube passes the obstacle, in metres
+_COMMITTED = 0.05  # lateral offset in metres beyond which the cube stays on its side
 _VIEW = ViewCfg(pos=(1.15, -0.35, 0.85), lookat=(0.57, 0.0, 0.0), fovy=40.0)
 
 
@@ -35,8 +35,8 @@ class PushAround(KitTask):
         if obstacle is None or obstacle.shape != "box" or not obstacle.fixed:
             raise ConfigError("env.scene.objects.obstacle: expected a box that is fixed")
         half = [*obstacle.size, *obstacle.size[:1] * 2][:3]
-        # Corners that the cube passes, before and behind the obstacle, as offsets from its middle: [2, 2, 2] (side,
-        # corner, xy); the first side is that of positive y.
+        # Waypoints in front of and behind the obstacle, as offsets from its centre: [2, 2, 2] (side, corner, xy); the
+        # first side is positive y.
         x, y = half[0] + _CLEAR, half[1] + _CLEAR
         corners = [[[-x, sign * y], [x, sign * y]] for sign in (1.0, -1.0)]
         self._corners = torch.tensor(corners, device=physics.device)
@@ -62,7 +62,7 @@ class PushAround(KitTask):
 
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         start = super().sample_start(env_ids, streams)
-        # Which way the expert goes where both are as good; nothing that is observed tells.
+        # The side that the expert takes if both are equally good; not observable.
         start.variables["side"] = (streams.uniform(env_ids, 1)[:, 0] < 0.5).long()
         return start
 
@@ -74,7 +74,7 @@ class PushAround(KitTask):
         ways, targets = self._ways(scene)
         scene["way"] = ways.amin(dim=1)
         chosen = (ways[:, 1] < ways[:, 0]).long()
-        target = _choose(targets, chosen)
+        target = select(targets, chosen)
         by = target - scene["cube_pos"][:, :2]
         direction = by / length(by).unsqueeze(1).clamp_min(1e-6)
         behind = torch.sub(scene["cube_pos"][:, :2], direction, alpha=_REACH)
@@ -83,12 +83,12 @@ class PushAround(KitTask):
         return scene
 
     def _ways(self, scene: Scene) -> tuple[Tensor, Tensor]:
-        """Return how far it is to the goal round either side ``[n, 2]``, and where to push to next ``[n, 2, 2]``."""
+        """Return the path length to the goal around either side ``[n, 2]``, and the next waypoints ``[n, 2, 2]``."""
         cube, goal = scene["cube_pos"][:, None, :2], scene["goal_pos"][:, None, :2]
         corners = scene["obstacle_pos"][:, None, None, :2] + self._corners  # [n, side, corner, xy]
         first, second = corners[:, :, 0], corners[:, :, 1]
         outside = (cube[..., 1] - scene["obstacle_pos"][:, None, 1]) * self._signs
-        # Far enough to the side to go on; and once it is beside the obstacle, it goes straight on.
+        # Far enough to the side to pass; once beside the obstacle, the cube moves straight ahead.
         lane, width = self._corners[0, 0, 1], self._corners[0, 0, 1] - _CLEAR
         within = (outside > width + 0.03) & (cube[..., 0] > first[..., 0] + _CLEAR - 0.05)
         beside = (outside > lane - 0.02) | within
@@ -96,7 +96,7 @@ class PushAround(KitTask):
             outside.clamp_min(width + 0.045), lane
         )
         second = torch.stack((second[..., 0], straight), dim=2)
-        # Before the obstacle it goes aside, never back: there may be no room for the tool behind it.
+        # In front of the obstacle the cube moves sideways, never back: there may be no room for the tool behind it.
         first = torch.stack((torch.maximum(first[..., 0], cube[..., 0]), first[..., 1]), dim=2)
         past_first = beside | (cube[..., 0] > second[..., 0] - 0.03)
         past_second = cube[..., 0] > second[..., 0] - 0.02
@@ -134,14 +134,9 @@ class PushAround(KitTask):
         return {"distance": scene["distance"], "left": left}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Push the cube past the corners of one side; the side is drawn, unless the cube has left the middle."""
+        """Push the cube past the waypoints of one side, a random one unless the cube has left the middle."""
         tool = self.arm(scene)
         aside = scene["cube_pos"][:, 1] - scene["obstacle_pos"][:, 1]
         side = torch.where(aside.abs() > _COMMITTED, (aside < 0.0).long(), scene["side"])
-        target = _choose(scene["targets"], side)
+        target = select(scene["targets"], side)
         return tool.act(actions, push(tool, scene["cube_pos"], target, _REACH, _LOW, _HIGH, tolerance=0.005))
-
-
-def _choose(values: Tensor, which: Tensor) -> Tensor:
-    """Return one of two rows of ``[n, 2, k]``, by an index ``[n]``."""
-    return values.gather(1, which.view(-1, 1, 1).expand(-1, 1, values.shape[2])).squeeze(1)

@@ -1,4 +1,4 @@
-"""Push a cube over the table to a goal: the only one, or the coloured one that an instruction names."""
+"""Push a cube across the table to a goal; in the language variant, to the coloured goal named by an instruction."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ from embodichain.envs.tasks.arm import ArmTask, arm_cfg, shorten
 from embodichain.envs.vec_env import SEGMENTS
 from embodichain.errors import ConfigError
 
-_REACH = 0.05  # distance from the cube's centre at which the tool's centre touches or nearly touches it
-_LOW, _HIGH = 0.03, 0.1  # heights of the tool's tip for pushing and for passing over the cube
-_MAX_STEP = 0.04  # metres the expert asks for in one step on its way
-_PUSH_STEP = 0.012  # and while it pushes, so that the cube slides along with the tool
+_REACH = 0.05  # distance between the centres of cube and tool at contact, in metres
+_LOW, _HIGH = 0.03, 0.1  # heights of the tool tip when pushing and when passing over the cube, in metres
+_MAX_STEP = 0.04  # largest displacement of the expert per step, in metres
+_PUSH_STEP = 0.012  # the same while pushing: the cube slides along with the tool
 _REACHING, _PUSHING, _LEAVING = (SEGMENTS.index(name) for name in ("reach", "push", "leave"))
-_APART = 2.5  # least distance of two goals, in success thresholds: no cube lies on two of them
+_APART = 2.5  # minimum distance of two goals, in success thresholds: a cube cannot be on both
 
 
 class PushCube(ArmTask):
@@ -50,7 +50,7 @@ class PushCube(ArmTask):
     def read(self, env_ids: Tensor | None = None) -> Scene:
         scene = super().read(env_ids)
         direction = scene["to_goal"] / scene["distance"].unsqueeze(1).clamp_min(1e-6)
-        # Where the tool has to be to push: behind the cube as seen from the goal, near the table.
+        # The position from which to push: behind the cube as seen from the goal, close to the table.
         behind = torch.sub(scene["cube_pos"][:, :2], direction, alpha=_REACH)
         scene["behind"] = torch.cat((behind, self._low.expand(behind.shape[0], 1)), dim=1)
         scene["direction"] = direction
@@ -65,17 +65,17 @@ class PushCube(ArmTask):
         }
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Pass over the cube to behind it, come down, and push towards the goal, steering as the cube drifts.
-        While it lies there, rise and leave it alone."""
+        """Move over the cube to the position behind it, lower the tool and push towards the goal, correcting for drift.
+        Once the cube is at the goal, raise the tool."""
         tip, direction = scene["ee_pos"], scene["direction"]
         from_cube = tip[:, :2] - scene["cube_pos"][:, :2]
         along = dot(from_cube, direction)
         aside = from_cube - along.unsqueeze(1) * direction
         off_line = length(aside)
-        # Behind the cube and on the line through cube and goal: push. The cone widens with the distance behind.
+        # Push when behind the cube and on the line through cube and goal. The cone widens with the distance.
         ready = (along < -0.6 * _REACH) & (off_line < 0.012 + 0.3 * (-along - _REACH).clamp_min(0.0))
         low = tip[:, 2] < _LOW + 0.02
-        clear = length(from_cube) > 1.6 * _REACH  # far enough to the side to move and sink freely
+        clear = length(from_cube) > 1.6 * _REACH  # far enough from the cube to move and lower freely
         at_behind = length(scene["behind"][:, :2] - tip[:, :2]) < 0.015
 
         push = torch.cat((_PUSH_STEP * direction - 0.5 * aside, (_LOW - tip[:, 2:])), dim=1)
@@ -133,7 +133,7 @@ class PushCubeLanguage(PushCube):
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         start, count = super().sample_start(env_ids, streams), len(self.colors)
         drawn = streams.uniform(env_ids, 3 * count + 2)
-        # Each goal has a lane of its own; the order of one set of random numbers says which colour has which.
+        # Each goal has its own lane; a random permutation assigns lanes to colours.
         lanes = drawn[:, :count].argsort(dim=1)
         x = self.area.x[0] + (self.area.x[1] - self.area.x[0]) * drawn[:, count : 2 * count]
         aside = self._spread * (drawn[:, 2 * count : 3 * count] - 0.5)
@@ -157,12 +157,12 @@ class PushCubeLanguage(PushCube):
 
     def observe(self, scene: Scene) -> dict[str, Any]:
         obs = super().observe(scene)
-        # The goals by colour, not by which one is meant: only the instruction names it.
+        # Goals are keyed by colour; only the instruction tells which one is the target.
         obs["goal"] = {color: scene["goals"][:, i] for i, color in enumerate(self.colors)}
         return {**obs, "instruction": scene["instruction"]}
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
-        """Return the distance to the goal that is meant, and whether the cube lies on another one."""
+        """Return the distance to the target goal, and whether the cube is at a wrong one."""
         to_all = scene["goals"] - scene["cube_pos"][:, None, :2]
         on = length(to_all.reshape(-1, 2)).view(to_all.shape[:2]) < self.cfg.env.success_threshold
         other = torch.arange(len(self.colors), device=on.device) != scene["target"].unsqueeze(1)
@@ -175,7 +175,7 @@ class PushCubeLanguage(PushCube):
 
 
 def named_goal(obs: TensorDictBase, language: LanguageCfg) -> Tensor:
-    """Return where the goal lies that the instruction names, ``[n, 2]``: a label for learning to understand it."""
+    """Return the position of the goal named by the instruction, ``[n, 2]``: a label for auxiliary losses."""
     table = _instructions(language).to(obs["instruction"].device)
     named = (obs["instruction"][:, None, None] == table).all(-1).any(1)  # [n, colors]
     goals = torch.stack([obs["goal", color] for color in language.colors], dim=1)
@@ -183,5 +183,5 @@ def named_goal(obs: TensorDictBase, language: LanguageCfg) -> Tensor:
 
 
 def _instructions(cfg: LanguageCfg) -> Tensor:
-    """Return the bytes of every phrase for every colour, uint8 ``[phrases, colors, length]``."""
+    """Return the encoded phrases for every colour, uint8 ``[phrases, colors, length]``."""
     return instruction_table(cfg, [{"color": color} for color in cfg.colors])

@@ -8,7 +8,7 @@ from embodichain.envs.kinematics import mean_square
 from embodichain.envs.task import Scene
 from embodichain.envs.tasks.arm import ArmTask, arm_cfg, shorten
 
-_MAX_STEP = 0.05  # metres the expert asks for in one step
+_MAX_STEP = 0.05  # largest displacement of the expert per step, in metres
 
 
 class Reach(ArmTask):

@@ -28,9 +28,9 @@ from embodichain.envs.tasks.kit import (
 from embodichain.envs.terms import is_held
 from embodichain.errors import ConfigError, nearest
 
-_WIDTH = 0.05  # of a cube
-_RELEASED = 0.062  # gap between the fingers from which on they hold no cube
-_STILL = 0.1  # speed in m/s below which a cube counts as lying
+_WIDTH = 0.05  # of a cube, in metres
+_RELEASED = 0.062  # gap between the fingers at which a cube is released, in metres
+_STILL = 0.1  # speed in m/s below which a cube counts as at rest
 _AREA = PoseRangeCfg(x=(0.42, 0.56), y=(-0.16, 0.16), yaw=(-0.3, 0.3))
 _VIEW = ViewCfg(pos=(1.0, -0.55, 0.5), lookat=(0.5, 0.0, 0.05), fovy=42.0)
 
@@ -61,7 +61,7 @@ class StackCube(KitTask):
         return self._measure(scene)
 
     def _measure(self, scene: Scene) -> Scene:
-        """Add what follows from where the two cubes are."""
+        """Add the quantities derived from the two cubes."""
         to_top = scene["top_pos"] - scene["ee_pos"]
         scene["to_top"] = to_top
         scene["place_pos"] = raised(scene["base_pos"], _WIDTH)
@@ -93,7 +93,7 @@ class StackCube(KitTask):
         return {"held": scene["held"], "stacked": scene["stacked"], "distance": length(scene["to_place"])}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Grasp the cube from above, carry it over the other, set it down, and let go."""
+        """Grasp the cube from above, carry it over the other one, place it and release it."""
         tool, held, stacked = self.arm(scene), scene["held"] > 0, scene["stacked"] > 0
         released = scene["gripper"] > _RELEASED
         take = grasp(tool, scene["top_pos"], DOWN, held, tolerance=0.006)
@@ -116,8 +116,8 @@ class StackCubeLanguage(StackCube):
         self.colors = language.colors
         unknown = [color for color in self.colors if color not in cubes]
         if unknown or len(self.colors) < 2:
-            told = f"expected at least two of the cubes in env.scene.objects, got {list(self.colors)}"
-            raise ConfigError(f"env.language.colors: {told}.{nearest(unknown[0], cubes) if unknown else ''}")
+            problem = f"expected at least two of the cubes in env.scene.objects, got {list(self.colors)}"
+            raise ConfigError(f"env.language.colors: {problem}.{nearest(unknown[0], cubes) if unknown else ''}")
         pairs = list(permutations(range(len(self.colors)), 2))
         choices = [{"color": self.colors[i], "other": self.colors[j]} for i, j in pairs]
         self.instructed = Instructed(language, choices, physics.device)

@@ -1,4 +1,4 @@
-"""Two arms that face each other over a table: lift a bar together, or hand a stick over from one to the other."""
+"""Two arms that face each other across a table: lift a bar together, or hand over a stick."""
 
 from typing import Any, ClassVar
 
@@ -28,19 +28,21 @@ from embodichain.envs.primitives import DOWN, OPEN, ToolArm, either, grasp, hand
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task
-from embodichain.envs.tasks.kit import climb, coming_to_grasp, letting_go
+from embodichain.envs.tasks.kit import climb, coming_to_grasp, letting_go, nearness
 from embodichain.errors import ConfigError
 
-_ASIDE = 0.62  # metres from the middle of the table to the base of either arm
+_ASIDE = 0.62  # metres from the centre of the table to the base of each arm
 # The gripper points down, 0.42 m in front of the base and 0.2 m above the table.
 _HOME = [-0.2628, -0.146, 2.0341, -0.3172, -1.5708, -0.2628, 0.04, 0.04]
-_HALF_WIDTH = 0.02  # of what is held
-_RELEASED = 0.06  # gap between the fingers from which on they hold nothing
-_STILL = 0.15  # speed in m/s below which it counts as held still
+_HALF_WIDTH = 0.02  # of the held object, in metres
+_RELEASED = 0.06  # gap between the fingers at which they hold nothing, in metres
+_STILL = 0.15  # speed in m/s below which the object counts as held still
+_CLEAR = 0.03  # metres above the table at which an end counts as lifted
+_REACH = 0.35  # approximate maximum distance to carry, in metres
 
 
 def two_arm_cfg(id: str, steps: int, scene: SceneCfg) -> GymCfg:
-    """Return the configuration of a task of two UR5 with grippers that face each other, moved by their tools."""
+    """Return a task config of two UR5 with grippers that face each other, with end-effector actions."""
     arms = {
         "left": ArmCfg(pos=(0.5, _ASIDE, 0.0), yaw=-1.5708, init_qpos=_HOME),
         "right": ArmCfg(pos=(0.5, -_ASIDE, 0.0), yaw=1.5708, init_qpos=_HOME),
@@ -55,14 +57,19 @@ def two_arm_cfg(id: str, steps: int, scene: SceneCfg) -> GymCfg:
     return GymCfg(id=id, max_episode_steps=steps, env=env, robot=RobotCfg(tool="gripper", arms=arms))
 
 
+def _carried(distance: Tensor) -> Tensor:
+    """Return a closeness reward ``[n]``: 1 at the goal, 0 at ``_REACH``, linear far away and steep nearby."""
+    return 0.5 * (1.0 - distance / _REACH).clamp_min(0.0) + 0.5 * (1.0 - torch.tanh(10.0 * distance))
+
+
 class TwoArmTask(Task):
-    """Two arms, ``left`` and ``right``, and one long thing that each can take hold of at its own end."""
+    """Two arms, ``left`` and ``right``, and one long object that each can grasp at its own end."""
 
     scene_file = "table_scene.xml"
     thing: ClassVar[str]
     """Name of the object."""
     ends: ClassVar[tuple[float, float]]
-    """Where the left and the right arm take hold of it, along its own y axis from its middle."""
+    """Grasp points of the left and the right arm along the object's y axis, from its centre."""
 
     def __init__(self, cfg: GymCfg, physics: Physics, robot: Robot) -> None:
         super().__init__(cfg, physics, robot)
@@ -80,7 +87,7 @@ class TwoArmTask(Task):
         return self.start_robot(env_ids, streams)
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
-        """Return both arms, the object and its ends, and what holds it."""
+        """Return both arms, the object and its ends, and which arms hold it."""
         snapshot = self.physics.snapshot(env_ids)
         qpos = snapshot[:, : self._nq][:, self.robot.qpos]
         scene = {"qpos": qpos, "qvel": snapshot[:, self._nq :][:, self.robot.qvel]}
@@ -102,7 +109,7 @@ class TwoArmTask(Task):
         return scene
 
     def _held(self, scene: Scene, name: str) -> Tensor:
-        """Tell where an arm holds the object near its own end: between the fingers, which are apart by its width."""
+        """Return where an arm holds its end of the object: between the fingers, whose gap matches its width."""
         away = scene[f"{name}_pos"] - scene[f"{self.thing}_pos"]
         on = dot(away, scene["along"])
         end = self._ends[0 if name == "left" else 1, 1]
@@ -111,8 +118,12 @@ class TwoArmTask(Task):
         gap = scene[f"{name}_gap"]
         return between & (gap < 2.0 * _HALF_WIDTH + 0.008) & (gap > 2.0 * _HALF_WIDTH - 0.02)
 
+    def rising(self, scene: Scene, name: str) -> Tensor:
+        """Return how far an end is lifted off the table, in [0, 1]."""
+        return ((scene[f"{name}_end"][:, 2] - _HALF_WIDTH) / _CLEAR).clamp(0.0, 1.0)
+
     def coming(self, scene: Scene, name: str) -> Tensor:
-        """Return how far an arm is on its way to hold its own end, in [0, 1]."""
+        """Return the progress of an arm towards grasping its end, in [0, 1]."""
         return coming_to_grasp(length(scene[f"to_{name}"]), scene[f"{name}_gap"], 2.0 * _HALF_WIDTH)
 
     def observe(self, scene: Scene) -> dict[str, Any]:
@@ -140,7 +151,7 @@ class LiftBar(TwoArmTask):
     thing, ends = "bar", (0.18, -0.18)
     reward_weights = {"remaining": -2.0, "tilt": -1.0, "effort": -0.01, "success": 20.0}
     max_tilt: ClassVar[float] = 0.1
-    """Slope of the bar below which it is level."""
+    """Maximum slope of a level bar."""
 
     @staticmethod
     def default_cfg() -> GymCfg:
@@ -163,20 +174,24 @@ class LiftBar(TwoArmTask):
         return scene
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
-        held = scene["held"] > 0
-        parts = [0.5 * self.coming(scene, name) + 0.5 * scene[f"held_{name}"] for name in ("left", "right")]
-        lifted = 1.0 - torch.tanh(5.0 * scene["distance"])
-        progress = climb((held, 0.5 * (parts[0] + parts[1])), (held, lifted))
+        held, arms = scene["held"] > 0, ("left", "right")
+        grasped = [0.5 * self.coming(scene, name) + 0.5 * scene[f"held_{name}"] for name in arms]
+        risen = [self.rising(scene, name) for name in arms]
+        progress = climb(
+            (held, 0.5 * (grasped[0] + grasped[1])),
+            (held, 0.5 * (risen[0] + risen[1])),
+            (held & (risen[0] >= 1.0) & (risen[1] >= 1.0), _carried(scene["distance"])),
+        )
         return {
             "remaining": 1.0 - progress,
-            # One arm alone may begin to lift: only a slope that is not level any more costs something.
+            # One arm may lift slightly before the other: only a slope beyond the limit is penalised.
             "tilt": (scene["tilt"] - self.max_tilt).clamp_min(0.0),
             "effort": mean_square(action),
             "success": scene["success"],
         }
 
     def success(self, scene: Scene) -> Tensor:
-        """Tell where both arms hold the bar level and still, within ``success_threshold`` of the goal."""
+        """Return where both arms hold the bar level and still, within ``success_threshold`` of the goal."""
         level = (scene["tilt"] < self.max_tilt) & (length(scene["bar_linvel"]) < _STILL)
         return (scene["held"] > 0) & level & (scene["distance"] < self._threshold)
 
@@ -184,14 +199,14 @@ class LiftBar(TwoArmTask):
         return {**super().metrics(scene), "tilt": scene["tilt"], "height": scene["bar_pos"][:, 2]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """Take hold of both ends from above; then both hands go where their ends are at the goal, slowly and level."""
+        """Grasp both ends from above, then move both ends to their goal positions, slowly and level."""
         parts, both = [], scene["held"] > 0
         for name in ("left", "right"):
             tool, own = self.tools[name].at(scene["qpos"]), scene[f"held_{name}"] > 0
             take = grasp(tool, scene[f"{name}_end"], DOWN, own)
             wait = tool.stage(both, tool.pos)
             level = torch.zeros_like(tool.pos)
-            level[:, 2] = scene["bar_pos"][:, 2] - scene[f"{name}_end"][:, 2]  # the lower end rises, the higher sinks
+            level[:, 2] = scene["bar_pos"][:, 2] - scene[f"{name}_end"][:, 2]  # levels the bar
             lift = tool.stage(both & ~both, tool.pos + scene["to_goal"] + level, speed=0.02)
             parts.append(tool.act(actions, either(both, lift, either(own, wait, take))))
         return torch.cat(parts, dim=1)
@@ -226,7 +241,7 @@ class HandOver(TwoArmTask):
     def read(self, env_ids: Tensor | None = None) -> Scene:
         scene = super().read(env_ids)
         scene["to_meet"] = self._meet - scene["right_end"]
-        # Away: the giver has let go, and its hand is beside nothing that it could hold.
+        # Alone: the giving arm has released the stick and moved away from it.
         scene["alone"] = (scene["held_right"] > 0) & (scene["held_left"] == 0) & (length(scene["to_left"]) > 0.06)
         scene["alone"] = scene["alone"].to(torch.float32)
         return scene
@@ -238,26 +253,29 @@ class HandOver(TwoArmTask):
 
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         given, taken, alone = (scene[name] > 0 for name in ("held_left", "held_right", "alone"))
-        met = 1.0 - torch.tanh(5.0 * length(scene["to_meet"]))
+        risen = self.rising(scene, "left")
+        met = _carried(length(scene["to_meet"]))
+        waits = nearness(length(self._meet - scene["right_pos"]))  # near the handover point, from the start
         opens = letting_go(scene["left_gap"], 2.0 * _HALF_WIDTH, _RELEASED)
         leaves = 0.5 * opens + 0.5 * (length(scene["to_left"]) / 0.06)
         progress = climb(
-            (given, self.coming(scene, "left")),
-            (given, 0.5 * met + 0.5 * self.coming(scene, "right")),
+            (given, 0.8 * self.coming(scene, "left") + 0.2 * waits),
+            (given, 0.8 * risen + 0.2 * waits),
+            (given & (risen >= 1.0), 0.4 * met + 0.2 * waits + 0.4 * self.coming(scene, "right")),
             (taken & (scene["stick_pos"][:, 2] > 0.06), leaves),
-            (alone, 1.0 - torch.tanh(5.0 * scene["distance"])),
+            (alone, _carried(scene["distance"])),
         )
         return {"remaining": 1.0 - progress, "effort": mean_square(action), "success": scene["success"]}
 
     def success(self, scene: Scene) -> Tensor:
-        """Tell where the taker alone holds the stick still, within ``success_threshold`` of the goal."""
+        """Return where only the receiving arm holds the stick, still and within ``success_threshold`` of the goal."""
         return (scene["alone"] > 0) & (scene["distance"] < self._threshold) & (length(scene["stick_linvel"]) < _STILL)
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         return {**super().metrics(scene), "alone": scene["alone"], "height": scene["stick_pos"][:, 2]}
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
-        """The left arm brings the stick to the middle, the right one takes its other end and carries it to the goal."""
+        """The left arm brings the stick to the middle; the right one takes its other end and carries it to the goal."""
         left, right = (self.tools[name].at(scene["qpos"]) for name in ("left", "right"))
         held, alone = (scene["held_left"] > 0, scene["held_right"] > 0), scene["alone"] > 0
         ends = scene["left_end"], scene["right_end"]

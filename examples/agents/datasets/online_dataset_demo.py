@@ -1,4 +1,4 @@
-"""The ways to draw from a live stream: item mode, batch mode, and chunks of changing length.
+"""The ways to sample from a live stream: item mode, batch mode, and chunks of variable length.
 
 python examples/agents/datasets/online_dataset_demo.py
 """
@@ -28,13 +28,13 @@ class Args:
     gym_config: Path = GYM_CONFIG
     """The environment: the gym_config.json of a task."""
     batches: int = 3
-    """Batches to draw in each way."""
+    """Batches to sample in each mode."""
     num_workers: int = 0
-    """Processes of each DataLoader; they all draw from the same memory."""
+    """Processes of each DataLoader; they all sample from the same shared memory."""
 
 
 def show(title: str, loader: DataLoader, batches: int) -> None:
-    """Draw a few batches and print their shapes."""
+    """Sample a few batches and print their shapes."""
     print(f"\n{title}")
     for batch in islice(loader, batches):
         line = f"  batch {list(batch.batch_size)}, action {list(batch['action'].shape)}"
@@ -51,7 +51,7 @@ def item_mode(engine: OnlineDataEngine, args: Args) -> None:
 
 
 def batch_mode(engine: OnlineDataEngine, args: Args) -> None:
-    """Whole batches, gathered at once: the fast way."""
+    """Whole batches, gathered at once, which is faster."""
     dataset = OnlineDataset(engine, chunk_size=16, batch_size=8)
     collate = OnlineDataset.passthrough_collate_fn
     loader = DataLoader(dataset, batch_size=None, num_workers=args.num_workers, collate_fn=collate)
@@ -59,7 +59,7 @@ def batch_mode(engine: OnlineDataEngine, args: Args) -> None:
 
 
 def dynamic_chunks(engine: OnlineDataEngine, args: Args) -> None:
-    """Chunks whose length is drawn anew: per chunk in item mode, per batch in batch mode."""
+    """Chunks of random length: per chunk in item mode, per batch in batch mode."""
     uniform = OnlineDataset(engine, chunk_size=UniformChunkSampler(low=4, high=20))
     title = "uniform lengths in item mode: padded to the longest, with a mask"
     show(title, DataLoader(uniform, batch_size=8, num_workers=args.num_workers), args.batches)
@@ -70,7 +70,7 @@ def dynamic_chunks(engine: OnlineDataEngine, args: Args) -> None:
 
 
 def main() -> None:
-    """Start an engine and draw from it in every way there is."""
+    """Start an engine and sample from it in every mode."""
     args = tyro.cli(Args, description=__doc__)
     torch.manual_seed(0)
     cfg = OnlineDataEngineCfg(

@@ -1,10 +1,10 @@
-"""Clone an expert's behaviour from a live stream of demonstrations, then film the policy in environments it never saw.
+"""Behaviour cloning from a live stream of expert demonstrations, then evaluation in new environments with a video.
 
     python examples/agents/datasets/train_from_stream.py
 
-One process simulates a robot arm that pushes cubes while this one learns from what it does: a small network looks at
-one observation and predicts the next eight actions. The demonstrations never repeat: the buffer is rewritten as it is
-used up.
+One process simulates a robot arm that pushes cubes while this one trains on its demonstrations: a small network
+predicts the next eight actions from one observation. Demonstrations never repeat: the buffer is refilled as it is
+consumed.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Args:
     chunk_size: int = 8
     """Actions predicted at once."""
     replan: int = 2
-    """Actions executed before the next look."""
+    """Actions executed before the next prediction."""
     episodes: int = 100
     """Episodes of the evaluation."""
     output: Path = Path("outputs/train_from_stream.mp4")
     """Video of the evaluation."""
     seed: int = 0
-    """Seed of everything."""
+    """Seed of all random numbers."""
 
 
 def flatten(observation: TensorDictBase) -> Tensor:
-    """Return all vectors of an observation, side by side."""
+    """Return all vectors of an observation, concatenated."""
     return torch.cat(list(observation.values(include_nested=True, leaves_only=True, sort=True)), dim=-1)
 
 
@@ -73,7 +73,7 @@ class ChunkPolicy(nn.Module):
 
 
 class Executor:
-    """Executes the first ``replan`` actions of every chunk, then looks again; each env on its own clock."""
+    """Executes the first ``replan`` actions of every chunk, then predicts again; each env independently."""
 
     def __init__(self, policy: ChunkPolicy, num_envs: int, replan: int) -> None:
         self.policy, self.replan = policy, replan
@@ -82,7 +82,7 @@ class Executor:
 
     @torch.no_grad()
     def __call__(self, observation: TensorDictBase) -> Tensor:
-        """Return the actions ``[num_envs, action_dim]`` for now."""
+        """Return the next actions ``[num_envs, action_dim]``."""
         due = self.age >= self.replan
         self.plan[due] = self.policy(flatten(observation[due]))
         self.age[due] = 0
@@ -91,7 +91,7 @@ class Executor:
         return action.clamp(-1, 1)
 
     def forget(self, ended: list[EpisodeResult]) -> None:
-        """Drop the plans of envs that began a new episode."""
+        """Drop the chunks of envs that started a new episode."""
         self.age[[episode.env for episode in ended]] = self.replan
 
 
@@ -115,7 +115,7 @@ def train(engine: OnlineDataEngine, args: Args) -> ChunkPolicy:
 
 
 def evaluate(policy: ChunkPolicy, args: Args) -> tuple[Summary, list[Path]]:
-    """Let the policy act in fresh environments and film the first episodes of one."""
+    """Evaluate the policy in new environments and record the first episodes of one."""
     episodes: list[EpisodeResult] = []
     with make(TASK, num_envs=50, seed=args.seed + 1_000_000) as env:
         recorder = EpisodeRecorder(env, args.output, episodes=2, speed=0.5)
@@ -131,7 +131,7 @@ def main() -> float:
     """Train, evaluate, and return the success rate."""
     args = tyro.cli(Args, description=__doc__)
     torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # the network is small, and the simulation wants a core too
+    torch.set_num_threads(1)  # the network is small, and the simulation needs a core, too
     cfg = OnlineDataEngineCfg(
         buffer_size=256,
         max_episode_steps=100,

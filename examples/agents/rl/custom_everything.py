@@ -1,4 +1,4 @@
-"""A policy, an algorithm and an environment of your own, in one file. Run it as a script, or:
+"""A custom policy, algorithm and environment in one file. Run it as a script, or:
 embodichain train examples/agents/rl/custom_everything.json --trust custom_everything
 """
 
@@ -38,7 +38,7 @@ gym.register("PointMass-v0", entry_point=PointMass, max_episode_steps=60)
 
 
 class LinearPolicy(Policy):
-    """Gaussian with a linear mean and a linear value: three methods make a policy."""
+    """Gaussian policy with a linear mean and a linear value; a policy implements three methods."""
 
     def __init__(self, obs_space: gym.Space, action_space: gym.Space, device: torch.device, std: float = 0.5) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class LinearPolicy(Policy):
 
 
 class A2C(BaseAlgorithm):
-    """Advantage actor-critic, one gradient step per rollout: ``update`` makes an algorithm."""
+    """Advantage actor-critic with one gradient step per rollout; an algorithm implements ``update``."""
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy) -> None:
         super().__init__(cfg, policy)
@@ -72,7 +72,7 @@ class A2C(BaseAlgorithm):
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
         keys = ("reward", "value", "next_value", "terminated", "done")
-        rollout = self._take(rollout, keys)  # checked to be [num_envs, num_steps]
+        rollout = self._take(rollout, keys)  # validates the shape [num_envs, num_steps]
         advantage, returns = compute_gae(*(rollout[key] for key in keys), self.cfg.gamma, self.cfg.gae_lambda)
         log_prob, _, value = self.policy.evaluate(rollout.reshape(-1))
         scaled = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -84,7 +84,7 @@ class A2C(BaseAlgorithm):
         self._finish_update(rollout)
         return {"policy_loss": policy_loss.item(), "value_loss": value_loss.item()}
 
-    def state_dict(self) -> dict[str, Any]:  # what a resumed run has to know
+    def state_dict(self) -> dict[str, Any]:  # saved in checkpoints
         return super().state_dict() | {"optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,5 +95,5 @@ class A2C(BaseAlgorithm):
 register_policy("linear", LinearPolicy)
 register_algo("a2c", A2C)
 if __name__ == "__main__":
-    sys.modules["custom_everything"] = sys.modules["__main__"]  # the module that the config asks for
+    sys.modules["custom_everything"] = sys.modules["__main__"]  # the module named in the config
     print(train_from_config(__file__.replace(".py", ".json"), sys.argv[1:], ["custom_everything"]).evaluation)

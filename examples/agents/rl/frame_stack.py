@@ -1,4 +1,4 @@
-"""Learn from the screen: grey images, four frames at a time, stacked by Gymnasium's own wrappers.
+"""Learn from grey images, four stacked frames at a time, with Gymnasium's own wrappers.
 
 embodichain train examples/agents/rl/frame_stack.json --trust frame_stack
 """
@@ -11,7 +11,7 @@ from gymnasium.wrappers import FrameStackObservation, GrayscaleObservation
 
 
 class Catch(gym.Env):
-    """A ball flies down a screen and off its walls; the paddle at the bottom moves to where it lands."""
+    """A ball moves down a screen and bounces off its walls; the paddle at the bottom must catch it."""
 
     height, width = 24, 32
     observation_space = gym.spaces.Box(0, 255, (height, width, 3), np.uint8)
@@ -41,7 +41,7 @@ class Catch(gym.Env):
 
 
 def make_catch() -> gym.Env:
-    """Return the game as Atari's are played: ``[4, 24, 32]`` bytes."""
+    """Return the game with Atari-style preprocessing: uint8 ``[4, 24, 32]``."""
     return FrameStackObservation(GrayscaleObservation(Catch()), 4)
 
 

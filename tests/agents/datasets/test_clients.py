@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from embodichain.agents.datasets import OnlineDataset, UniformChunkSampler
 from embodichain.agents.engine import OnlineDataEngine, OnlineDataEngineCfg
+from tests.programs import run_torchrun
 
 ROOT = Path(__file__).parents[3]
 
@@ -99,10 +98,9 @@ def test_accelerate_hands_the_batches_of_one_engine_to_all_processes(tmp_path: P
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=loopback"]
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command += [str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    words = ["--nproc-per-node=2", "--rdzv-backend=loopback", str(script), str(tmp_path)]
+    forked = "from tests.programs import fork_ranks; fork_ranks(); from torch.distributed import run; run.main()"
+    done = run_torchrun("-c", forked, *words, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-2000:]
     drawn = [torch.tensor(json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(2)]
     assert [actions.shape for actions in drawn] == [(2, 8, 4, 2)] * 2

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "agents" / "datasets"
@@ -13,13 +13,7 @@ EXAMPLES = ROOT / "examples" / "agents" / "datasets"
 
 def run(name: str, *arguments: str) -> str:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    done = run_program(EXAMPLES / name, *arguments, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from embodichain.agents.datasets import OnlineDataset
 from embodichain.agents.datasets.frames import EpisodeSource
 from embodichain.agents.engine import ExpertShareCfg, OnlineDataEngine, OnlineDataEngineCfg
 from embodichain.agents.engine.sources import open_source
@@ -24,6 +20,7 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import space_to_data
 from embodichain.envs.registration import make
 from embodichain.errors import ConfigError, WeightsError
+from tests.programs import wait_until
 
 STEPS = 12
 TASK = {
@@ -151,13 +148,6 @@ def test_a_schedule_goes_on_where_the_worker_before_was(unit: str, tmp_path: Pat
     source.close()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def rows_of(engine: OnlineDataEngine) -> list[Frames]:
     """Return the frames of all rows; nothing may be written meanwhile."""
     found = []
@@ -171,8 +161,8 @@ def renew(engine: OnlineDataEngine, version: int) -> list[Frames]:
     """Draw until every row is of episodes that began after this version was adopted; return them."""
     for _ in range(3):
         wait_until(lambda: all(worker.idle for worker in engine.worker_stats()))
-        engine.sample_batch(engine.buffer_size, 1)
         infos = [engine.episode_info(row) for row in range(engine.buffer_size)]
+        engine.sample_batch(engine.buffer_size, 1)
         wait_until(lambda before=infos: all(engine.episode_info(i.row).sequence > i.sequence for i in before))
     wait_until(lambda: all(worker.idle for worker in engine.worker_stats()))
     assert {engine.episode_info(row).policy_version for row in range(engine.buffer_size)} == {version}
@@ -222,30 +212,6 @@ def test_weights_published_before_the_start_act_from_the_first_step_on() -> None
         for frames in rows_of(engine):
             assert torch.allclose(frames["executed_action",], chosen(policy, frames), atol=1e-5)
         assert engine.episode_info(0).policy_version == 4
-
-
-class Enough(Exception):  # noqa: N818 - it is no error
-    """The endless loop of the docs has gone on for long enough."""
-
-
-def test_the_snippet_of_the_docs_runs() -> None:
-    page = (Path(__file__).parents[3] / "docs/streaming.md").read_text(encoding="utf-8")
-    snippet = page.partition("## Correcting a policy")[2].partition("```python\n")[2].partition("```")[0]
-    env = make({"id": "PushCubeRL", "num_envs": 1})
-    policy, steps = build_policy(GAUSSIAN, env.observation_space, env.action_space, "cpu"), []
-
-    def train_step(trained: Policy, observation: TensorDict, action: Tensor) -> None:
-        steps.append(action.shape)
-        trained.version += 1
-        if len(steps) == 102:
-            raise Enough
-
-    names = {"OnlineDataEngineCfg": OnlineDataEngineCfg, "OnlineDataEngine": OnlineDataEngine}
-    names |= {"OnlineDataset": OnlineDataset, "DataLoader": DataLoader, "policy": policy, "train_step": train_step}
-    with pytest.raises(Enough):
-        exec(compile(snippet, "docs/streaming.md", "exec"), names)
-    assert set(steps) == {(256, 1, 6)}
-    assert names["engine"]._published.version == 101
 
 
 @pytest.mark.extra("ray")

@@ -201,6 +201,6 @@ def test_only_success_needs_an_environment_that_tells() -> None:
     while not (ended := source.advance()):
         pass
     assert ended[0].frames[("action",)][0].dtype == torch.int64
-    with pytest.raises(ConfigError, match="do not say whether they succeeded"):
+    with pytest.raises(ConfigError, match="do not report success"):
         worker.take(ended[0])
     source.close()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import gymnasium as gym
 import pytest
@@ -29,6 +26,7 @@ from embodichain.errors import CheckpointError, ConfigError, NotFiniteError, Rol
 from tests.agents.rl.helpers import box
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.test_resume import without_times
+from tests.programs import run_program, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,8 +90,7 @@ def test_killed_run_goes_on_bit_by_bit(tmp_path, recorded):
     parts = [{"dataset": str(recorded), "weight": 1.0}, {"dataset": str(recorded), "memory": 1e-6, "weight": 2.0}]
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config(tmp_path / "killed", {"mixture": parts})))
-    command = [sys.executable, "-c", KILLED, str(file), "7"]
-    process = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    process = run_program("-c", KILLED, file, "7")
     assert process.returncode == -signal.SIGKILL, process.stderr
     former = load_checkpoint(find_checkpoint(tmp_path / "killed"))
     assert former["trainer"]["global_step"] == 4
@@ -112,7 +109,7 @@ def test_killed_run_goes_on_bit_by_bit(tmp_path, recorded):
     assert not torch.equal(actual["policy"][learned], former["policy"][learned])
 
 
-def test_a_stream_is_imitated_evaluated_continued_and_reinforced(tmp_path, capsys):
+def test_a_stream_is_imitated_evaluated_continued_and_reinforced(tmp_path, capsys, caplog, monkeypatch):
     run = tmp_path / "run"
     result = imitate(run, STREAM, eval_video=True)
     assert (result.reason, result.global_step) == ("total_steps", 12)
@@ -139,13 +136,24 @@ def test_a_stream_is_imitated_evaluated_continued_and_reinforced(tmp_path, capsy
     (tmp_path / "rl.json").write_text(json.dumps(rl))
     flags = ["--trainer.init_from", str(run), "--trainer.run_dir", str(tmp_path / "tuned")]
     train_from_config(tmp_path / "rl.json", flags)
+    untrained = "is untrained, and what it estimates may destroy the policy"
+    assert caplog.text.count(untrained) == 1
+    resume_training(tmp_path / "tuned", ["--trainer.iterations", "2"])
+    assert caplog.text.count(untrained) == 1  # by now it is trained
     policy, tuned = load_policy(run), load_policy(tmp_path / "tuned")
     assert same(tuned.encoder.normalizer.state_dict(), policy.encoder.normalizer.state_dict())  # statistics stay
     assert not torch.equal(tuned.head.velocity_net[0].weight, policy.head.velocity_net[0].weight)
-    for begun in (run, best):  # by the name of an environment, the policy is built as the run's
-        assert (
-            load_train_config("ReachRL", init_from=str(begun)).policy == load_train_config(tmp_path / "rl.json").policy
-        )
+    for begun in (
+        run,
+        best,
+    ):  # by the name of an environment, the policy is built as the run's, and its critic warmed up
+        by_name = load_train_config("ReachRL", init_from=str(begun))
+        assert by_name.policy == load_train_config(tmp_path / "rl.json").policy
+        assert by_name.algorithm.cfg["value_warmup"] == 10
+    assert load_train_config("ReachRL", init_from=str(tmp_path / "tuned")).algorithm.cfg["value_warmup"] == 0
+    monkeypatch.setattr(type(policy), "critic_parts", ())  # as a policy of one's own may have none
+    assert load_train_config("ReachRL", init_from=str(run)).algorithm.cfg["value_warmup"] == 0
+    monkeypatch.undo()
     (tmp_path / "rl.json").write_text(json.dumps(rl | {"policy": POLICIES["actor_critic"]}))
     with pytest.raises(CheckpointError, match=r"another architecture.*the block 'policy' has to be that of .*run"):
         train_from_config(tmp_path / "rl.json", [*flags[:2], "--trainer.run_dir", str(tmp_path / "other")])
@@ -171,10 +179,8 @@ def test_what_was_learned_stays_when_the_buffer_is_replaced(tmp_path):
         at_first = error()
         for _ in range(80):
             learner.update(source.sample(32))
-        learned, deadline = error(), time.monotonic() + 60
-        while source.engine.stats().refills < 1.0:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        learned = error()
+        wait_until(lambda: source.engine.stats().refills >= 1.0)
         for _ in range(70):
             learner.update(source.sample(32))
         later = error()
@@ -324,7 +330,9 @@ def test_ids_have_shipped_configs_or_defaults():
         cfg = override(load_imitate_config(name), ["--trainer.seed", "3"])
         assert (cfg.policy["name"], cfg.trainer.environment["id"]) == (policy, name)
         assert cfg.source.stream["action_config"]["source"] == "expert"
-    with pytest.raises(ConfigError, match=r"got neither; --source\.dataset FOLDER imitates a recording"):
+    with pytest.raises(
+        ConfigError, match=r"source: CartPole-v1 has no scripted expert to imitate; --source\.dataset F"
+    ):
         override(load_imitate_config("CartPole-v1"), [])  # nobody shows how it is done
     cfg = override(load_imitate_config("ReachRL"), ["--source.dataset", "somewhere", "--policy.name", "tokens"])
     assert (cfg.source.stream, cfg.policy["name"]) == (None, "tokens")
@@ -340,6 +348,38 @@ def test_a_recording_needs_no_environment(tmp_path, recorded):
     with opened_imitation(cfg) as trainer:
         assert trainer.train().global_step == 2
     assert load_policy(tmp_path / "run").chunk_size == 3
+
+
+@pytest.mark.extra("data")
+def test_several_seeds_are_imitated_and_listed_as_one_line(tmp_path, recorded, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    data = config("unused", STREAM, total_steps=4)
+    del data["trainer"]["run_dir"]
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    words = ["imitate", "config.json", "--source.dataset", os.path.relpath(recorded), "--seeds", "0,3", "--jobs", "2"]
+    words += ["--algorithm.cfg.learning_rate", "0.002", "--trainer.exp_name", "clone", "--trainer.run_dir", "group"]
+    assert main(words) == 0
+    told = capsys.readouterr()
+    assert "mean return over 2 seeds" in told.out + told.err
+    runs = [tmp_path / "group" / f"clone_seed{seed}" for seed in (0, 3)]
+    states = [load_checkpoint(find_checkpoint(run)) for run in runs]
+    assert [state["trainer"]["global_step"] for state in states] == [4, 4]
+    assert not same(states[0]["policy"], states[1]["policy"])
+    alone = ImitateCfg.from_dict(config(tmp_path / "alone", {"dataset": str(recorded)}, total_steps=4, seed=3))
+    imitate_from_config(alone, ["--algorithm.cfg.learning_rate", "0.002"])
+    assert same(load_checkpoint(find_checkpoint(tmp_path / "alone"))["policy"], states[1]["policy"])
+
+    assert main(words) == 0
+    assert "seed 3: finished before" in "".join(capsys.readouterr())
+    for every in ([], ["--all"]):
+        assert main(["runs", ".", "--json", *every]) == 0
+        rows = [row for row in json.loads(capsys.readouterr().out) if "group" in row["run"]]
+        assert [row["overrides"]["algorithm.cfg.learning_rate"] for row in rows] == ["0.002"] * len(rows)
+        assert len(rows) == (2 if every else 1)
+    assert main(["eval", "group"]) == 2
+    assert (
+        "group holds several runs: name one of them, group/clone_seed0 or another one of 2" in capsys.readouterr().err
+    )
 
 
 def test_dagger_lets_the_policy_act_and_continues_with_it(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,19 @@ class Env(ScriptedEnv):
         if self.trouble == "exit":
             os._exit(3)
         raise ValueError(f"the gripper fell off in step {self.steps}")
+
+
+class GatedEnv(Env):
+    """Waits in one of its steps until it is let go."""
+
+    def __init__(self, gate: threading.Event, at: int, **settings: Any) -> None:
+        super().__init__(at=at, **settings)
+        self.gate = gate
+
+    def step(self, action: Any):
+        if self.steps == self.at:
+            assert self.gate.wait(100.0)
+        return super().step(action)
 
 
 def make_env(**settings: Any) -> partial[Env]:

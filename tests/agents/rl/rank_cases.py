@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ from embodichain.errors import ConfigError, EmbodiChainError
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
 ENVS, STEPS, UPDATES = 4, 8, 3
-PATIENCE = 110.0
+PATIENCE = 200.0
 Algorithm = PPO | GRPO | Distillation
 
 
@@ -41,10 +40,8 @@ def run_ranks(count: int, function: Callable[..., None], *arguments: Any) -> lis
     """Call a function of this module in so many processes, as torchrun would start them; return their exit codes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch.utils.tensorboard"])  # imported once, for all processes
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [context.Process(target=_rank, args=(r, count, port, function, arguments)) for r in range(count)]
+    store = rendezvous_store()
+    processes = [context.Process(target=_rank, args=(r, count, store.port, function, arguments)) for r in range(count)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + PATIENCE
@@ -58,11 +55,21 @@ def run_ranks(count: int, function: Callable[..., None], *arguments: Any) -> lis
     return [process.exitcode or 0 for process in processes]
 
 
+def rendezvous_store() -> dist.TCPStore:
+    """Return a store for the rendezvous, as torchrun makes one: its port is bound before the ranks start."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """Return the environment variables that torchrun sets for a rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    store = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {name: str(value) for name, value in numbers.items()} | store
+
+
 def _rank(rank: int, count: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    os.environ |= {name: str(value) for name, value in place.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= rank_environment(rank, count, port)
     function(*arguments)
 
 
@@ -77,6 +84,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo that stops early": {"cfg": {"batch_size": 8, "learning_rate": 2e-2, "target_kl": 0.02, "n_epochs": 8}},
     "ppo with memory": {**RECURRENT, "cfg": {"batch_size": 16, "sequence_length": 4}},
     "ppo on old rollouts": {"cfg": {"batch_size": 64, "correction": "decoupled", "advantage_estimator": "vtrace"}},
+    "ppo in minibatches of old rollouts": {
+        "cfg": {"batch_size": 10, "correction": "decoupled", "advantage_scope": "minibatch"}
+    },
+    "ppo, the critic first": {"cfg": {"batch_size": 10, "value_warmup": 2, "weight_decay": 0.1}},
     "ppo with a flow": {
         "name": "flow",
         "flow": {"num_steps": 2},
@@ -87,6 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
         "cfg": {
             "batch_size": 10,
             "value_learning_rate": 1e-2,
+            "advantage_scope": "minibatch",
             "weight_decay": 0.1,
             "lr_warmup": 2,
             "lr_schedule": "adaptive",

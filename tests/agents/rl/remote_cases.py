@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import gymnasium as gym
 import torch
@@ -29,13 +28,6 @@ def assert_same(here: TensorDict, there: TensorDict) -> None:
     assert names == sorted(map(str, there.keys(include_nested=True, leaves_only=True)))
     for name, value in here.items(include_nested=True, leaves_only=True):
         assert torch.equal(value, there[name]), name
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1][:3]
-    except FileNotFoundError:
-        return False
 
 
 class Patient(ScriptedEnv):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -21,6 +19,7 @@ from embodichain.agents.rl.utils.distributed import Ranks
 from embodichain.errors import ConfigError
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config
+from tests.programs import run_program, wait_until
 
 ROLLOUT = 8 * 16
 
@@ -91,8 +90,7 @@ def test_a_killed_run_goes_on_bit_by_bit(tmp_path, changes, settings):
     train_from_config(write_config(tmp_path / "straight.json", straight, trainer=trainer, **changes))
     config = write_config(tmp_path / "killed.json", killed, trainer=trainer, **changes)
     decisions = (5 * 16 + 40) * settings.get("pipeline_stages", 1)  # in the seventh or eighth rollout
-    command = [sys.executable, "-c", KILLED, str(config), str(decisions)]
-    process = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    process = run_program("-c", KILLED, config, str(decisions))
     assert process.returncode == -signal.SIGKILL, process.stderr
     assert load_checkpoint(find_checkpoint(killed))["trainer"]["iteration"] in (4, 6)
     result = resume_training(killed)
@@ -143,7 +141,7 @@ def test_collection_goes_on_during_an_evaluation(tmp_path, monkeypatch):
 
     def slow_evaluation(policy, *args, **kwargs):
         before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 100.0
         while len(trainer.collector.buffer) < 2 * ROLLOUT and time.monotonic() < deadline:
             time.sleep(0.01)
         queued.append(len(trainer.collector.buffer))
@@ -160,8 +158,15 @@ def test_collection_goes_on_during_an_evaluation(tmp_path, monkeypatch):
 def test_an_interrupted_run_saves_its_queue_and_leaves_no_thread(tmp_path):
     trainer = made_trainer(tmp_path / "run", trainer={"iterations": 10**6, "eval_freq": 0, **vla(max_policy_lag=1)})
     before = set(threading.enumerate())
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def interrupt() -> None:
+        wait_until(lambda: trainer.counters.iteration > 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    person = threading.Thread(target=interrupt, daemon=True)
+    person.start()
     result = trainer.train()
+    person.join()
     assert result.reason == "interrupted"
     assert set(threading.enumerate()) - before == set()
     saved = load_checkpoint(find_checkpoint(tmp_path / "run"))

@@ -125,6 +125,23 @@ def test_ppo_equals_a_straightforward_implementation(schedule: Any) -> None:
         assert metrics["clip_fraction"] > 0.0
 
 
+def test_advantages_are_normalised_in_each_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embodichain.agents.rl.algo.base.CPU_ROWS", 2)  # minibatches of 16 are taken in pieces
+    policy, collector = setup()
+    algorithm = PPO(PPOCfg(n_epochs=2, batch_size=16, advantage_scope="minibatch"), policy)
+    seen: list[Tensor] = []
+    loss = algorithm._loss
+    monkeypatch.setattr(algorithm, "_loss", lambda batch: (seen.append(batch["advantage"]), loss(batch))[1])
+    rollout = collect(collector)
+    algorithm.update(rollout)
+    assert max(len(part) for part in seen) < 16
+    whole = torch.cat(seen).view(6, 16)
+    assert torch.allclose(whole.mean(1), torch.zeros(6), atol=1e-6)
+    assert torch.allclose(whole.std(1, correction=0), torch.ones(6), atol=1e-4)
+    raw = rollout["advantage"].flatten()
+    assert abs(raw.mean()) > 1e-3  # what is stored is as it was estimated
+
+
 def test_grpo_equals_a_straightforward_implementation() -> None:
     policy, collector = setup("actor_only")
     settings = {"group_size": 3, "baseline": "leave_one_out", "normalize_advantage": False, "gamma": 1.0}
@@ -183,6 +200,26 @@ def test_grpo_stops_early_and_adapts_its_rate() -> None:
         metrics = GRPO(cfg, policy).update(collector.collect(8))
         assert metrics["epochs"] == epochs, settings
         assert metrics["learning_rate"] == pytest.approx(2e-2 * factor), settings
+
+
+def test_a_leap_of_the_policy_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    policy, collector = setup()
+    moderate = PPO(PPOCfg(n_epochs=2, learning_rate=1e-4), policy)
+    assert moderate.update(collect(collector))["approx_kl"] < 1.0
+    assert not caplog.records
+    rash = PPO(PPOCfg(n_epochs=4, learning_rate=0.5), policy)
+    moved = [rash.update(collect(collector))["approx_kl"] for _ in range(2)]
+    assert moved[0] > 1.0
+    told = [record.getMessage() for record in caplog.records if "KL divergence" in record.getMessage()]
+    assert len(told) == 1
+    assert "lr_warmup" in told[0]
+    assert "5.0e-01" in told[0]
+    caplog.clear()
+    rising = PPO(PPOCfg(n_epochs=4, learning_rate=5.0, lr_warmup=5), policy)
+    rising.update(collect(collector))
+    (told,) = [record.getMessage() for record in caplog.records if "KL divergence" in record.getMessage()]
+    assert "lr_warmup" not in told  # it is set already
+    assert "(now 1.0e+00)" in told
 
 
 @pytest.mark.parametrize("name", ["actor_critic", "flow"])

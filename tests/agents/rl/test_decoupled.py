@@ -75,9 +75,18 @@ class Recording(PPO):
 
 
 @pytest.mark.parametrize("memory", [None, {"type": "gru", "hidden_size": 4}])
-def test_gradient_is_that_of_the_formula(memory):
+@pytest.mark.parametrize("scope", ["rollout", "minibatch"])
+def test_gradient_is_that_of_the_formula(memory, scope):
     policy, rollout = stale(memory=memory)
-    cfg = PPOCfg(correction="decoupled", max_importance_weight=CAP, batch_size=10**6, n_epochs=1, max_grad_norm=1e9)
+    rollout["reward"] += 3.0  # advantages far from zero: their mean is subtracted before they are weighted
+    cfg = PPOCfg(
+        correction="decoupled",
+        max_importance_weight=CAP,
+        advantage_scope=scope,
+        batch_size=10**6,
+        n_epochs=1,
+        max_grad_norm=1e9,
+    )
     algorithm = Recording(cfg, policy)
     before = copy.deepcopy(policy)
     metrics = algorithm.update(rollout)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from embodichain.agents.rl.runs import read_metrics
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "agents" / "rl" / "custom_everything.py"
 
 
-def run(*words, **options):
-    command = [sys.executable, "-m", "embodichain", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **options)
+def run(*words):
+    return run_program("-m", "embodichain", *words, cwd=ROOT)
 
 
 def test_everything_of_ones_own_is_trained_when_trusted(tmp_path):

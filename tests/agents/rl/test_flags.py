@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from embodichain.agents.imitation.config import load_imitate_config
+from embodichain.agents.rl.algo.base import ALGORITHMS
 from embodichain.agents.rl.arguments import SWITCHES, parse_args
 from embodichain.agents.rl.config import TrainCfg, load_train_config, override, schemas_of
 from embodichain.agents.rl.models import ActorCritic, ActorCriticCfg
+from embodichain.agents.rl.models.registry import POLICIES
 from embodichain.config.command_line import flags_of
 from embodichain.errors import ConfigError, UntrustedModuleError
 from tests.agents.rl.training_cases import write_config
@@ -44,9 +47,9 @@ def test_help_tells_meaning_range_choices_and_default_of_every_field(tmp_path, c
         override(load_train_config(config), ["--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for part in (
-        "--algorithm.cfg.learning_rate FLOAT Step size of Adam",
+        "--algorithm.cfg.learning_rate FLOAT Learning rate of Adam",
         "--algorithm.cfg.gamma FLOAT Discount per environment step. (0 to 1; default: 0.99)",
-        "--algorithm.cfg.lr_schedule {constant,linear,adaptive} Step size: constant",
+        "--algorithm.cfg.lr_schedule {constant,linear,adaptive} Learning rate: constant",
         "--policy.memory.type {gru,lstm} Kind of layer. (default: 'gru')",
         "--policy.normalize_obs [true|false] Whether vector observations",
         "--trainer.gym_config.env.substeps INT Physics steps per environment step. (1 to 1000;",
@@ -54,6 +57,69 @@ def test_help_tells_meaning_range_choices_and_default_of_every_field(tmp_path, c
         assert part in shown
     blank = [part.split()[0] for part in shown.split(" --")[1:] if re.match(r"\S+ \S+ \((now|default|unset)", part)]
     assert blank == []
+
+
+def shown_help(name, capsys):
+    """Return the entries of the help of a shipped config, by flag."""
+    with pytest.raises(SystemExit):
+        override(load_train_config(name), ["--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    return {part.split()[0]: part for part in re.split(r" (?=--(?:trainer|policy|algorithm)\.)", shown)[1:]}
+
+
+@pytest.mark.parametrize("name", ["press_button", "push_around", "push_cube/train_config_vla"])
+def test_help_tells_the_meaning_of_entries_too(name, capsys):
+    """Entries of mappings and lists, fixtures of several kinds, and settings of a model that the block names."""
+    file = name if "/" in name else f"{name}/train_config"
+    shown = shown_help(f"configs/agents/rl/{file}.json", capsys)
+    blank = [part for part in shown.values() if re.match(r"\S+ \S+ \((now|default|unset)", part)]
+    assert blank == []
+
+
+def test_help_tells_the_types_of_fixtures_and_of_a_models_settings(capsys):
+    shown = shown_help("PressButtonRL", capsys)
+    panel = "--trainer.gym_config.env.scene.fixtures.panel"
+    assert shown[f"{panel}.damping"].startswith(f"{panel}.damping FLOAT ")
+    assert "(at least 0; default: 12.0)" in shown[f"{panel}.damping"]
+    assert shown[f"{panel}.kind"].startswith(f"{panel}.kind {{button}} ")
+    assert shown[panel].startswith(f"{panel} YAML Entry of fixtures: ")
+    assert "rewards.weights.press FLOAT Entry of weights: " in shown["--trainer.gym_config.env.rewards.weights.press"]
+    shown = shown_help("configs/agents/rl/push_cube/train_config_vla.json", capsys)
+    model = "--policy.vla_config.model_config"
+    assert shown[f"{model}.chunk_size"].startswith(f"{model}.chunk_size INT ")
+    assert shown[f"{model}.head"].startswith(f"{model}.head {{gaussian,flow,tokens}} ")
+
+
+def test_help_names_the_algorithms_and_policies_that_there_are(capsys):
+    shown = shown_help("CartPoleRL", capsys)
+    for registry, flag in ((ALGORITHMS, "--algorithm.name"), (POLICIES, "--policy.name")):
+        own = [name for name in registry.names() if registry.get(name).__module__.startswith("embodichain.")]
+        assert len(own) > 2
+        assert all(name in shown[flag] for name in own)
+
+
+def test_a_models_shapes_are_flags_as_they_are_in_a_file():
+    config = load_train_config("configs/agents/rl/push_cube/train_config_vla.json")
+    words = ["--policy.vla_config.model_config.cameras", "[front]", "--policy.vla_config.model_config.depth", "3"]
+    found = override(config, words).policy["vla_config"]["model_config"]
+    assert (found["cameras"], found["depth"]) == (["front"], 3)
+    with pytest.raises(ConfigError, match=r"model_config\.dept: unknown flag. Did you mean .*model_config\.depth"):
+        override(config, ["--policy.vla_config.model_config.dept", "3"])
+    other = ["--policy.vla_config.model_class", "hf_vlm", "--policy.vla_config.model_config.backbone_path", "there"]
+    assert override(config, other).policy["vla_config"]["model_config"]["backbone_path"] == "there"
+
+
+def test_flags_of_the_environment_that_the_trainer_overrides_are_refused(tmp_path):
+    cfg = load_train_config(write_config(tmp_path / "c.json", tmp_path / "run"))
+    words = ["--trainer.gym_config.seed", "3", "--trainer.gym_config.num_envs", "4"]
+    with pytest.raises(ConfigError) as caught:
+        override(cfg.replace(trainer=cfg.trainer.replace(num_envs=2)), words)
+    assert [problem.partition(": ")[2] for problem in caught.value.problems] == [
+        "trainer.seed decides. Use --trainer.seed 3",
+        "trainer.num_envs decides. Use --trainer.num_envs 4",
+    ]
+    free = cfg.replace(trainer=cfg.trainer.replace(num_envs=None))
+    assert override(free, words[2:]).trainer.num_envs == 4
 
 
 def test_all_problems_of_a_config_are_told_at_once(tmp_path):
@@ -77,6 +143,29 @@ def test_all_problems_of_a_config_are_told_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_train_config(file)
     assert len(caught.value.problems) == len(parts) - 2
+
+
+def test_an_unknown_environment_is_told_with_the_other_problems(tmp_path):
+    file = tmp_path / "c.json"
+    broken: dict[str, Any] = {
+        "trainer": {"gym_config": "NoSuchRL", "itterations": 5, "num_envs": "four"},
+        "policy": {"name": "actor_critik"},
+        "algorithm": {"name": "ppoo"},
+    }
+    for names in (["itterations", "num_envs"], []):
+        file.write_text(json.dumps(broken))
+        with pytest.raises(ConfigError) as caught:
+            load_train_config(file)
+        told = "\n".join(caught.value.problems)
+        assert all(name in told for name in ("NoSuchRL", "actor_critik", "ppoo", *names)), told
+        broken["trainer"] = {"gym_config": "NoSuchRL"}
+
+
+def test_a_config_of_another_command_names_the_command():
+    with pytest.raises(ConfigError, match=r"embodichain imitate configs/\S+/imitate_config\.json"):
+        load_train_config("configs/agents/rl/push_cube/imitate_config.json")
+    with pytest.raises(ConfigError, match=r"embodichain train configs/\S+/train_config\.json"):
+        load_imitate_config("configs/agents/rl/push_cube/train_config.json")
 
 
 def test_flags_of_other_libraries_are_understood_as_questions(tmp_path):

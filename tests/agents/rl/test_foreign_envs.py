@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import gymnasium as gym
@@ -20,6 +18,7 @@ from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.train import make_eval_env, train_from_config
 from embodichain.envs.gymnasium_env import GymnasiumVecEnv
 from tests.agents.rl.training_cases import train_config
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "agents" / "rl" / "custom_everything.json"
@@ -40,8 +39,7 @@ gym.register("PointMass-v7", entry_point=PointMass)
 
 
 def command(folder, *words):
-    done = [sys.executable, "-m", "embodichain", *words]
-    return subprocess.run(done, capture_output=True, text=True, cwd=folder, timeout=110)
+    return run_program("-m", "embodichain", *words, cwd=folder)
 
 
 def test_minimal_env_is_trained_with_the_default_config(tmp_path):

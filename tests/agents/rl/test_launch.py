@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from embodichain.errors import ConfigError, RankError
 from tests.agents.rl import rank_cases
 from tests.agents.rl.rank_cases import run_ranks
 from tests.agents.rl.training_cases import train_config, write_config
+from tests.programs import ends_soon, run_torchrun, wait_until
 
 PER_RANK = 8 * 16
 
@@ -132,23 +132,39 @@ from pathlib import Path
 from torch.distributed import run
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from embodichain.cli.loopback import LoopbackRendezvous
+from tests.programs import fork_ranks
 
 class Joins(LoopbackRendezvous):
-    asked = False
-
     def get_backend(self):
         return "joins"
 
     def num_nodes_waiting(self):
-        if self.asked or not list(Path(sys.argv[2]).glob("checkpoints/step_*")):
+        joined = Path(sys.argv[5])
+        if joined.exists() or not list(Path(sys.argv[2]).glob("checkpoints/step_*")):
             return 0
-        self.asked = True
+        joined.touch()
         return 1
 
 rendezvous_handler_registry.register("joins", lambda parameters: Joins(parameters.run_id))
+fork_ranks()
 words = ["--rdzv-backend=joins", "--nnodes=1", f"--nproc-per-node={sys.argv[3]}", "--monitor-interval=0.1"]
-run.main([*words, "-m", "embodichain", "train", sys.argv[1]])
-print("joined:", Joins.asked)
+run.main([*words, sys.argv[4], *sys.argv[1:3], sys.argv[5]])
+"""
+# Trains as the command does, but takes its time for as long as nobody has joined.
+WAITS = """
+import sys, time
+from pathlib import Path
+from embodichain.agents.rl.collector.sync_collector import SyncCollector
+from embodichain.cli.main import main
+
+collect, is_joined = SyncCollector.collect, Path(sys.argv[3]).exists()
+
+def collect_slowly(self, *args):
+    time.sleep(0.0 if is_joined else 0.5)
+    return collect(self, *args)
+
+SyncCollector.collect = collect_slowly
+sys.exit(main(["train", sys.argv[1]]))
 """
 
 
@@ -157,9 +173,10 @@ def test_a_machine_that_joins_makes_torchrun_start_a_run_again_which_goes_on(tmp
     """torchrun (``--nnodes=1:2``) ends all ranks then and starts them anew, but does not count that as a restart."""
     settings = {"iterations": 40, "save_freq": 1, "enable_eval": False}
     config = write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings)
-    command = [sys.executable, "-c", JOINS, str(config), str(tmp_path / "run"), str(count)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    (tmp_path / "waits.py").write_text(WAITS)
+    places = (tmp_path / "waits.py", tmp_path / "joined")
+    done = run_torchrun("-c", JOINS, config, tmp_path / "run", str(count), *places, env=environment)
     assert done.returncode == 0, done.stderr
     steps = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert steps == [count * PER_RANK * number for number in range(1, 41)]
@@ -194,19 +211,14 @@ time.sleep(600)
 
 def test_a_rank_does_not_outlive_its_torchrun():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command, deadline = [sys.executable, "-c", LAUNCHER, str(store.port)], time.monotonic() + 60
+    command = [sys.executable, "-c", LAUNCHER, str(store.port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         try:
             pid = int(launcher.stdout.readline())
-            while store.num_keys() < 2:  # one is the store's own
-                assert time.monotonic() < deadline, "the rank has not joined"
-                time.sleep(0.05)
+            wait_until(lambda: store.num_keys() >= 2, 200)  # it has joined; one is the store's own
         finally:
             launcher.kill()
-    state = Path(f"/proc/{pid}/stat")
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "the rank has outlived its launcher"
-        time.sleep(0.05)
+    assert ends_soon(pid), "the rank has outlived its launcher"
 
 
 def test_a_group_without_the_cpu_is_refused():

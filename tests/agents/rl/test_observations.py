@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
+from embodichain.agents.rl.models.policy import Policy
+from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.utils import AlgorithmCfg, dict_to_tensordict, flatten_dict_observation, torch_threads
 from embodichain.errors import ObservationError
 
@@ -76,3 +79,52 @@ def test_algorithm_config() -> None:
     assert cfg.replace(gamma=0.5).gamma == 0.5
     assert cfg.copy().to_dict() == cfg.to_dict()
     assert cfg.validate() == []
+
+
+def test_policies_take_dicts_of_tensors_or_arrays() -> None:
+    room = gym.spaces.Dict(heater=gym.spaces.Box(0, 1, (3,)), air=gym.spaces.Dict(temp=gym.spaces.Box(-5, 5, (1,))))
+    network = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
+    for name in ("actor_critic", "flow"):
+        settings = {"name": name, "actor": network, "critic": network}
+        policy = build_policy(settings, room, gym.spaces.Box(-1, 1, (2,)), "cpu").eval()
+        heater, temp = torch.eye(3)[:2], torch.tensor([[0.5], [-2.0]])
+        obs = TensorDict({"heater": heater, "air": {"temp": temp}}, batch_size=[2])
+        expected = policy.get_action(obs, deterministic=True)
+        arrays = {"heater": heater.numpy(), "air": {"temp": temp.numpy().astype("float64")}}
+        for given in (obs.to_dict(), arrays):
+            for actual, value in zip(policy.get_action(given, deterministic=True), expected, strict=True):
+                assert torch.equal(actual, value), name
+        assert torch.equal(policy.get_value(arrays), expected[2])
+    with pytest.raises(ObservationError, match="the observation lacks 'heater'"):
+        policy.get_action({"air": {"temp": temp}})
+
+
+def test_recurrent_policies_take_dicts_with_their_state() -> None:
+    room = gym.spaces.Dict(heater=gym.spaces.Box(0, 1, (3,)))
+    network = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
+    settings = {"name": "actor_critic", "actor": network, "critic": network, "memory": {"hidden_size": 8}}
+    policy = build_policy(settings, room, gym.spaces.Box(-1, 1, (2,)), "cpu").eval()
+    arrays, state = {"heater": np.eye(3)[:2]}, policy.initial_state(2)
+    obs = TensorDict({"heater": torch.eye(3)[:2]}, batch_size=[2])
+    for given, expected in zip(policy.act(arrays, state, True), policy.act(obs, state, True), strict=True):
+        assert torch.equal(given, expected)
+    assert torch.equal(policy.state_value(arrays, state), policy.state_value(obs, state))
+
+
+def test_policies_of_ones_own_get_single_precision() -> None:
+    class Own(Policy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(3, 3)
+
+        def get_action(self, obs, deterministic=False):
+            return self.net(obs["a"])[:, :2], *2 * (self.get_value(obs),)
+
+        def get_value(self, obs):
+            return self.net(obs["a"])[:, 2]
+
+        def evaluate_actions(self, obs, actions, decision=None):
+            raise AssertionError
+
+    policy, array = Own(), np.ones((2, 3))
+    assert torch.equal(policy.get_action({"a": array})[1], policy.get_value({"a": torch.ones(2, 3)}))

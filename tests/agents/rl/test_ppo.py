@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +17,8 @@ from embodichain.agents.rl.algo import GRPO, PPO, GRPOCfg, PPOCfg, build_algo, c
 from embodichain.agents.rl.algo import base as minibatch
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.errors import ConfigError
+from embodichain.utils import torch_runtime
+from embodichain.utils.torch_runtime import torch_threads
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
 
@@ -116,6 +119,73 @@ def test_two_updates_from_the_same_seed_are_the_same() -> None:
         results.append((metrics, [p.clone() for p in policy.parameters()]))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"value_warmup": 1}, {"mixed_precision": "bf16"}])
+def test_actor_and_critic_at_the_same_time_learn_as_one_after_the_other(
+    options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned, threads = [], []
+    for count in (1, 2):
+        monkeypatch.setattr(torch_runtime, "WORK_PER_THREAD", 1 if count == 2 else 10**18)
+        _, policy, rollout = setup(normalize_value=True)
+        policy.critic.register_forward_hook(lambda *_: threads.append((len(learned), threading.current_thread().name)))
+        algorithm = PPO(PPOCfg(n_epochs=2, batch_size=16, learning_rate=1e-2, **options), policy)
+        threads.clear()
+        with torch_threads(count):
+            learned.append((algorithm.update(rollout), copy.deepcopy(policy).state_dict()))
+            assert torch.get_num_threads() == count
+    names = {name for turn, name in threads if turn == 1}
+    assert any(name.startswith("beside") for name in names) == (options.get("mixed_precision") is None)
+    assert learned[0][0] == learned[1][0]
+    for name, value in learned[0][1].items():
+        assert torch.equal(value, learned[1][1][name]), name
+    assert not any(thread.name.startswith("beside") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "count", "expected"),
+    [
+        ({}, {}, 3, {2, 1}),  # all of them are used
+        ({"memory": {"hidden_size": 8}}, {}, 2, {2}),
+        ({}, {"mixed_precision": "bf16"}, 2, {2}),
+    ],
+)
+def test_threads_are_divided_only_where_two_networks_use_them(
+    settings, options, count, expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_runtime, "WORK_PER_THREAD", 1)
+    _, policy, rollout = setup(**settings)
+    used: set[int] = set()
+    for network in (policy.actor, policy.critic):
+        network.register_forward_hook(lambda *_: used.add(torch.get_num_threads()) if torch.is_grad_enabled() else None)
+    with torch_threads(count):
+        PPO(PPOCfg(n_epochs=1, batch_size=16, **options), policy).update(rollout)
+    assert used == expected
+
+
+def test_what_a_critic_raises_in_a_thread_of_its_own_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_runtime, "WORK_PER_THREAD", 1)
+    _, policy, rollout = setup()
+    algorithm = PPO(PPOCfg(batch_size=48), policy)
+    hook = policy.critic[0].weight.register_hook(lambda _: 1 / 0)
+    with torch_threads(2), pytest.raises(ZeroDivisionError):
+        algorithm.update(rollout)
+    hook.remove()
+    with torch_threads(2):
+        assert math.isfinite(algorithm.update(rollout)["value_loss"])
+
+
+def test_a_critic_that_is_not_learned_gets_no_thread_and_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_runtime, "WORK_PER_THREAD", 1)
+    _, policy, rollout = setup()
+    names: set[str] = set()
+    policy.critic.register_forward_hook(lambda *_: names.add(threading.current_thread().name))
+    algorithm = GRPO(GRPOCfg(batch_size=48, group_size=2), policy)
+    with torch_threads(2):
+        algorithm.update(rollout)
+    assert names == {threading.current_thread().name}
+    assert all(parameter not in algorithm.optimizer.adam.state for parameter in policy.critic.parameters())
 
 
 def test_linear_learning_rate_follows_progress() -> None:

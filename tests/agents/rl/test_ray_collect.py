@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from embodichain.agents.rl.collector.backends.ray import RolloutActor
 from embodichain.agents.rl.collector.rollout_worker import WorkerSpec
 from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore
 from embodichain.utils.tensor_tree import decode
-from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, make_env, make_learner
+from tests.agents.rl.async_cases import NUM_ENVS, NUM_STEPS, Env, GatedEnv, make_env, make_learner
+from tests.programs import wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Learner:
     """Sends an actor in this process what a learner would."""
 
-    def __init__(self, **env: Any) -> None:
+    def __init__(self, env: Any = None) -> None:
         self.policy = make_learner().policy
         cfg = AsyncCfg(worker="ray")
         self.store = WeightStore(self.policy, cfg)
-        spec = WorkerSpec(make_env(**env), self.policy, torch.device("cpu"), None, None, cfg, NUM_STEPS)
+        spec = WorkerSpec(env or make_env(), self.policy, torch.device("cpu"), None, None, cfg, NUM_STEPS)
         self.spec = spec.for_another_process()
         self.actor = RolloutActor([])
         self.sequence = 0
@@ -75,15 +77,16 @@ def test_an_environment_is_built_once_and_goes_on_from_rollout_to_rollout() -> N
 
 
 def test_newer_weights_are_used_from_the_next_step_on_and_older_ones_never() -> None:
-    learner = Learner(pause=0.05)
+    sent = threading.Event()
+    learner = Learner(partial(GatedEnv, sent, at=2))
     learner.build()
     old, first, newer = learner.snapshot(), learner.snapshot(), learner.snapshot()
 
     def send() -> None:
-        while learner.actor.status()["steps"] < 3:
-            time.sleep(0.005)
+        wait_until(lambda: learner.actor._worker.env.steps == 2)
         for snapshot in (old, newer, first):  # calls may arrive in any order
             learner.actor.adopt((snapshot.version, snapshot.digest), snapshot.data.numpy())
+        sent.set()
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -94,40 +97,57 @@ def test_newer_weights_are_used_from_the_next_step_on_and_older_ones_never() -> 
 
 
 def test_a_rollout_is_interrupted_between_two_steps_and_the_next_one_is_not() -> None:
-    learner = Learner(pause=0.05)
+    interrupted = threading.Event()
+    learner = Learner(partial(GatedEnv, interrupted, at=2))
     learner.build()
     snapshot = learner.snapshot()
 
     def interrupt() -> None:
-        while learner.actor.status()["steps"] < 2:
-            time.sleep(0.005)
+        wait_until(lambda: learner.actor._worker.env.steps == 2)
         learner.actor.interrupt(learner.sequence)
+        interrupted.set()
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     assert learner.collect(snapshot) == {"event": "interrupted"}
     thread.join()
-    taken = learner.actor._worker.env.steps
-    assert 0 < taken < NUM_STEPS
+    assert learner.actor._worker.env.steps == 3  # the one in which it was interrupted is the last one
     assert versions(learner.collect(snapshot)) == [snapshot.version]
-    assert learner.actor._worker.env.steps == taken + NUM_STEPS
+    assert learner.actor._worker.env.steps == 3 + NUM_STEPS
+
+
+class NotingEnv(GatedEnv):
+    """Notes when each of its steps ended."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__(gate, at=2, pause=0.05)
+        self.ends = [time.monotonic()] * 2
+
+    def step(self, action: Any) -> Any:
+        result = super().step(action)
+        self.ends.append(time.monotonic())
+        return result
 
 
 def test_failures_are_reports_and_a_long_step_can_be_seen() -> None:
-    learner = Learner(trouble="raise", at=2)
+    learner = Learner(partial(Env, trouble="raise", at=2))
     assert '"raised CollectorError"' in learner.collect(learner.snapshot())["report"]  # nothing was built
     learner.build()
     assert '"raised ValueError"' in learner.collect(learner.snapshot())["report"]
 
-    slow = Learner(pause=0.3)
+    seen = threading.Event()
+    slow = Learner(partial(NotingEnv, seen))
     slow.build()
     thread = threading.Thread(target=slow.collect, args=(slow.snapshot(),))
     thread.start()
-    busy = 0.0
     while thread.is_alive():
+        before_last = slow.actor._worker.env.ends[-2]  # the heartbeat after the last end may still be on its way
         status = slow.actor.status()
-        busy = max(busy, status["seconds_ago"] if status["busy"] else 0.0)
+        if status["busy"]:
+            assert status["seconds_ago"] <= time.monotonic() - before_last  # not since the rollout began
+            if status["seconds_ago"] > 0.2 and slow.actor._worker.env.steps == 2:
+                seen.set()  # the step that waits for this goes on
         time.sleep(0.01)
-    assert 0.2 < busy < 0.6
+    assert seen.is_set()
     assert not slow.actor.status()["busy"]
     assert slow.actor.status()["steps"] == NUM_STEPS + 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -21,10 +19,11 @@ from torch import Tensor
 from embodichain.agents.processes.channel import Deadline
 from embodichain.agents.rl.collector.remote_env import RemoteEnv
 from embodichain.envs.actions import ActionManager
-from embodichain.envs.vec_env import EnvIds, VecEnv
+from embodichain.envs.vec_env import EnvIds, StepResult, VecEnv
 from embodichain.errors import ActionError, EnvContractError, EnvironmentHungError, UnknownNameError, WorkerError
 from tests.agents.rl.helpers import ScriptedEnv
-from tests.agents.rl.remote_cases import Patient, alive, assert_same, make_task
+from tests.agents.rl.remote_cases import Patient, assert_same, make_task
+from tests.programs import ends_soon, is_alive, start_program, wait_until
 
 PROGRAM = """
 import functools, time
@@ -69,13 +68,18 @@ def test_it_is_the_same_environment(chunk_size: int) -> None:
 
 
 class Prepared(ScriptedEnv):
-    """Tells how often it was prepared; the second time fails."""
+    """Tells how often it was prepared, also by files in ``folder``; the second time fails."""
 
     prepared = 0
     action_manager = ActionManager("move", gym.spaces.Box(-1.0, 1.0, (1,)), 2, "cpu")
 
+    def __init__(self, folder: str) -> None:
+        super().__init__(2)
+        self.folder = Path(folder)
+
     def prepare(self) -> None:
         self.prepared += 1
+        (self.folder / str(self.prepared)).touch()
         if self.prepared == 2:
             raise RuntimeError("not now")
 
@@ -83,13 +87,13 @@ class Prepared(ScriptedEnv):
         return super().reset(seed, env_ids)[0], {"prepared": torch.tensor([self.prepared] * self.num_envs)}
 
 
-def test_environments_are_prepared_after_a_step() -> None:
-    with RemoteEnv(partial(Prepared, 2)) as env:
+def test_environments_are_prepared_after_a_step(tmp_path: Path) -> None:
+    with RemoteEnv(partial(Prepared, str(tmp_path))) as env:
         for asked in range(4):
             assert env.reset()[1]["prepared"].tolist() == [asked, asked]
             env.get_state()
             env.step(torch.zeros(2, 1))
-            time.sleep(0.1)  # nobody asks: it has time
+            wait_until((tmp_path / str(asked + 1)).exists)  # nobody asks: it has time
 
 
 def test_errors_come_back_and_the_environment_goes_on() -> None:
@@ -119,7 +123,7 @@ def test_a_process_that_is_killed_is_an_error_at_once() -> None:
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
         env.step(torch.zeros(2, 1))
     env.close()
-    assert not alive(env.pid)
+    assert not is_alive(env.pid)
 
 
 def make_unless_marked(mark: str) -> VecEnv:
@@ -155,15 +159,15 @@ class Drawing(Patient):
 
 
 def test_a_process_that_is_stopped_counts_as_hung() -> None:
-    env = RemoteEnv(partial(make_task, "CartPoleRL", 2), step_timeout=0.5)
+    env = RemoteEnv(partial(make_task, "CartPoleRL", 2), step_timeout=2.5)
     env.reset(seed=0)
     for _ in range(3):
         env.step(torch.zeros(2, 1))
     pid = env.pid
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(EnvironmentHungError, match=r"not answered for 0\.5 s \(step_timeout\)"):
+    with pytest.raises(EnvironmentHungError, match=r"not answered for 2\.5 s \(step_timeout\)"):
         env.step(torch.zeros(2, 1))
-    assert not alive(pid)
+    assert not is_alive(pid)
     with pytest.raises(WorkerError, match="was killed"):
         env.reset()
     env.close()
@@ -220,21 +224,47 @@ def test_closing_ends_a_process_that_hangs() -> None:
 
     thread = threading.Thread(target=step)
     thread.start()
-    time.sleep(0.2)
+    wait_until(lambda: env._steps == 1)  # it waits for the answer
     env.close()
-    thread.join(10)
+    thread.join(100)
     assert not thread.is_alive()
     assert "closed meanwhile" in str(failures[0])
-    assert not alive(env.pid)
+    assert not is_alive(env.pid)
 
 
-def interrupted(env: VecEnv, after: float) -> None:
+class Held(Patient):
+    """Does not come back from a step for as long as a file is there."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(2)
+        self.file = Path(file)
+
+    def step(self, action: Tensor) -> StepResult:
+        result = super().step(action)
+        wait_until(lambda: not self.file.exists())
+        return result
+
+
+def signal_while_it_waits(env: RemoteEnv, after: float, number: signal.Signals) -> None:
+    """Let this process get a signal, so many seconds after it begins to wait for an answer of the environment."""
+    channel: Any = env._channel.channel
+    receive = channel.receive
+
+    def receive_with_signal(timeout: float) -> Any:
+        channel.receive = receive
+        threading.Timer(after, os.kill, [os.getpid(), number]).start()
+        return receive(timeout)
+
+    channel.receive = receive_with_signal
+
+
+def interrupted(env: RemoteEnv, file: Path, after: float) -> None:
     """Step, and press Ctrl-C meanwhile."""
-    timer = threading.Timer(after, os.kill, [os.getpid(), signal.SIGINT])
-    timer.start()
+    file.touch()  # so that it does not answer before
+    signal_while_it_waits(env, after, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         env.step(torch.zeros(2, 1))
-    timer.join()
+    file.unlink()
 
 
 def count(env: VecEnv) -> list[float]:
@@ -242,44 +272,41 @@ def count(env: VecEnv) -> list[float]:
     return steps
 
 
-def test_an_answer_that_was_interrupted_is_not_taken_for_the_next() -> None:
-    with RemoteEnv(partial(Patient, 2)) as env:
+def test_an_answer_that_was_interrupted_is_not_taken_for_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "held"
+    with RemoteEnv(partial(Held, str(file))) as env:
         env.reset(seed=0)
-        interrupted(env, 0.1)
+        interrupted(env, file, 0.1)
         assert count(env) == [2, 2]
-        for after in (0.1, 0.02, 0.05, 0.15, 0.1):  # also while it waits for the answer to the one before
-            interrupted(env, after)
+        for after in (0.1, 0.02, 0.05, 0.15, 0.4):  # also while it waits for the answer to the one before
+            interrupted(env, file, after)
         first = count(env)
         assert count(env) == [first[0] + 1] * 2
         assert env.reset(env_ids=[1])[0]["object", "step"].flatten().tolist() == [first[0] + 1, 0]
 
 
-def test_closing_in_a_signal_handler_ends_the_step() -> None:
-    env = RemoteEnv(partial(Patient, 2))
+def test_closing_in_a_signal_handler_ends_the_step(tmp_path: Path) -> None:
+    (tmp_path / "held").touch()
+    env = RemoteEnv(partial(Held, str(tmp_path / "held")))
     env.reset(seed=0)
     before = signal.signal(signal.SIGUSR1, lambda *_: env.close())
     try:
-        timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR1])
-        timer.start()
+        signal_while_it_waits(env, 0.1, signal.SIGUSR1)
         with pytest.raises(EnvContractError, match="closed meanwhile"):
             env.step(torch.zeros(2, 1))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert not alive(env.pid)
+    assert not is_alive(env.pid)
 
 
 def test_it_ends_with_its_program(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
+    with start_program(script) as program:
         pid = int(program.stdout.readline())
-        assert alive(pid)
+        assert is_alive(pid)
         program.kill()
-    ends = time.monotonic() + 20
-    while alive(pid) and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert not alive(pid)
+    assert ends_soon(pid)
 
 
 def test_what_a_step_returns_is_kept_piece_by_piece() -> None:

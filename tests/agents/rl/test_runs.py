@@ -12,8 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -27,6 +25,7 @@ from embodichain.cli.main import main
 from embodichain.errors import CheckpointError, OutputError, TrainingStateError
 from embodichain.utils.console import MessageConsole, ProgressView
 from tests.agents.rl.training_cases import write_config
+from tests.programs import start_program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,10 +54,8 @@ sys.exit(main(["train", *sys.argv[2:]]))
 @contextlib.contextmanager
 def paused_training(go, *words):
     """Yield a training process that has done two iterations and waits for a file before it does the third."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", PAUSES, str(go), *map(str, words)]
     deadline = time.monotonic() + 100
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with start_program("-c", PAUSES, go, *words) as process:
         try:
             while not go.with_name(f"{go.name}.waits").exists():
                 assert process.poll() is None, process.stderr.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import signal
@@ -15,18 +16,22 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from embodichain.agents.imitation.config import ImitateCfg
 from embodichain.agents.rl.config import load_train_config
+from embodichain.agents.rl.run_loop import crossed
 from embodichain.agents.rl.run_records import RunInfo, RunRecord, format_seeds, read_group
 from embodichain.agents.rl.runs import read_metrics
 from embodichain.agents.rl.sweeps import group, study
 from embodichain.agents.rl.sweeps.group import parse_seeds
 from embodichain.agents.rl.sweeps.jobs import JobHandle, Launcher
+from embodichain.agents.rl.sweeps.scores import Judge, chunk_size, planned_evaluations
 from embodichain.agents.rl.sweeps.space import Domain, current_values, parse_space
 from embodichain.agents.rl.train import train_from_config
 from embodichain.cli.main import main
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, TrainingStateError
 from embodichain.utils.console import MessageConsole
 from tests.agents.rl.training_cases import write_config
+from tests.programs import suspend, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,6 +81,7 @@ def test_a_space_has_intervals_magnitudes_and_choices_of_fields_by_short_names(c
         ("lr=log(0,1)", "expected numbers above 0"),
         ("learning_rat=[1,2]", "algorithm.cfg.learning_rate"),
         ("leraning_rate=[1,2]", "unknown field. Did you mean --algorithm.cfg.learning_rate"),
+        ("lrr=[1,2]", "unknown field. Did you mean --algorithm.cfg.learning_rate"),
         ("lr=[2,1]", "the lower one first"),
         ("lr", "expected a field and its values, such as 'lr=log"),
         ("lr=log(1e-4,1e-2", "quotes keep the shell"),
@@ -127,11 +133,17 @@ def test_seeds_are_trained_together_and_a_killed_one_is_continued(tmp_path, monk
 
     def start_and_kill(self, job):
         handle = start(self, job)
-        deadline = time.monotonic() + 60
-        while job.run_dir.name == "test_seed5" and not killed and time.monotonic() < deadline:
-            if any("eval/return" in line for line in read_metrics(job.run_dir / "metrics.jsonl")):
-                os.kill(handle._process.pid, signal.SIGKILL)
-                killed.append(job.run_dir)
+        pid = handle._process.pid
+
+        def is_killed():
+            suspend(pid)  # so that nothing changes between looking and killing
+            is_evaluated = any("eval/return" in line for line in read_metrics(job.run_dir / "metrics.jsonl"))
+            os.kill(pid, signal.SIGKILL if is_evaluated else signal.SIGCONT)
+            return is_evaluated
+
+        if job.run_dir.name == "test_seed5" and not killed:
+            wait_until(is_killed, 200)
+            killed.append(job.run_dir)
         return handle
 
     monkeypatch.setattr(Launcher, "start", start_and_kill)
@@ -165,7 +177,35 @@ def test_seeds_are_trained_together_and_a_killed_one_is_continued(tmp_path, monk
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["seed"], row["state"], row["runs"]) == ("3,5", "finished", 2)
     assert main([*words, "--trainer.run_dir", str(folder), "--algorithm.cfg.gamma", "0.9"]) == 2
-    assert "holds other runs" in capsys.readouterr().err
+    assert "holds other runs (algorithm.cfg.gamma: 0.99 there, 0.9 now)" in capsys.readouterr().err
+
+
+def test_a_group_that_is_not_continued_says_in_what_it_differs(cfg, tmp_path):
+    trainer = cfg.trainer.replace(run_dir=None, output_dir=str(tmp_path / "runs"))
+    cfg = cfg.replace(trainer=trainer)
+    with group.GroupFolder.opened("sweep", cfg, {"seeds": [0], "metric": "eval/return"}) as first:
+        assert first.note == ""
+    with group.GroupFolder.opened("sweep", cfg, {"seeds": [0], "metric": "eval/return"}) as again:
+        assert (again.path, again.note) == (first.path, "")
+    with group.GroupFolder.opened("sweep", cfg, {"seeds": [0, 1], "metric": "eval/return"}) as other:
+        assert other.path != first.path
+        assert other.note == f"{first.path} is not finished, and is left as it is (seeds: [0] there, [0, 1] now)"
+    named = cfg.replace(trainer=trainer.replace(run_dir=str(first.path)))
+    with (
+        pytest.raises(TrainingStateError, match=r"\(seeds: \[0\] there, \[5\] now; metric: .* there, 'x' now\)"),
+        group.GroupFolder.opened("sweep", named, {"seeds": [5], "metric": "x"}),
+    ):
+        pass
+    base = json.loads((first.path / "base_config.json").read_text())  # of a version that knows no exp_name
+    del base["trainer"]["exp_name"]
+    (first.path / "base_config.json").write_text(json.dumps(base))
+    with (
+        pytest.raises(
+            TrainingStateError, match=r"seeds: \[0\] there, \[5\] now; trainer\.exp_name: absent there, 'test' now\)"
+        ),
+        group.GroupFolder.opened("sweep", named, {"seeds": [5], "metric": "eval/return"}),
+    ):
+        pass
 
 
 def trials_in(folder: Path) -> dict[int, str]:
@@ -182,17 +222,22 @@ def test_a_sweep_that_is_killed_loses_no_trial_and_runs_none_twice(tmp_path, mon
     config = write_config(tmp_path / "c.json", tmp_path / "none", trainer=trainer)
     space = "lr=log(1e-4,1e-2),ent=[0,0.01]"
     words = ["sweep", str(config), "--space", space, "--seeds", "0,1", "--trials", "3", "--jobs", "2", "--no-prune"]
-    words += ["--trainer.run_dir", str(tmp_path / "sweep")]
+    words += ["--confirm", "0", "--trainer.run_dir", str(tmp_path / "sweep")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(group.__file__).parents[4])}
-    folder, deadline = tmp_path / "sweep", time.monotonic() + 100
+    folder, deadline = tmp_path / "sweep", time.monotonic() + 250
     with subprocess.Popen(
         [sys.executable, "-m", "embodichain", *words], env=environment, stderr=subprocess.PIPE
     ) as process:
-        while not {"complete", "running"} <= {trial["state"] for trial in (read_group(folder) or {}).get("trials", [])}:
+        while True:
             assert process.poll() is None, process.stderr.read().decode()
-            assert time.monotonic() < deadline, "no trial is done"
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
+            assert time.monotonic() < deadline, "the third trial did not begin"
+            suspend(process.pid)  # so that nothing changes between looking and killing
+            trials = {trial["number"]: trial["state"] for trial in (read_group(folder) or {}).get("trials", [])}
+            if trials.get(2) == "running" and not (folder / "trial_0002" / "test_seed1").exists():
+                process.send_signal(signal.SIGKILL)
+                break
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.05)
     states = trials_in(folder)
     over = [number for number, state in states.items() if state == "COMPLETE"]
     assert 1 <= len(over) < 3
@@ -211,13 +256,15 @@ def test_a_sweep_that_is_killed_loses_no_trial_and_runs_none_twice(tmp_path, mon
             assert begun.get(run.path, run.record.began) == run.record.began
     assert all((run / "metrics.jsonl").read_bytes() == log for run, log in logs.items())
     assert not any(f"trial {number}:" in said for number in over)
-    assert "continues" in said
+    assert "trial 2 continues: " in said
 
     told = json.loads((folder / "group.json").read_text())
     values = {}
     for trial in told["trials"]:
-        pair = [RunInfo(folder / trial["folder"] / f"test_seed{seed}").latest("eval/return") for seed in (0, 1)]
-        values[trial["number"]] = sum(pair) / 2
+        runs = [RunInfo(folder / trial["folder"] / f"test_seed{seed}") for seed in (0, 1)]
+        evaluations = [[line["eval/return"] for line in run.lines if "eval/return" in line] for run in runs]
+        assert [len(one) for one in evaluations] == [3, 3]
+        values[trial["number"]] = sum(map(sum, evaluations)) / 6
         assert trial["value"] == pytest.approx(values[trial["number"]])
     assert told["best"] == max(values, key=values.__getitem__)
     assert told["trials"][0]["params"] == {"lr": 1e-3, "ent": 0.0}  # what the config has comes first
@@ -237,7 +284,7 @@ def test_trials_that_fall_behind_are_pruned_and_failed_ones_are_told(tmp_path, m
     monkeypatch.setattr(study, "_LOOK_SECONDS", 0.0)
     config = write_config(tmp_path / "c.json", tmp_path / "sweep")
     request = group.GroupRequest.of(config, [], [], "0", 1)
-    settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=8, metric="eval/success", score="mean")
+    settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=8, metric="eval/success", confirm=0)
     started: list[int] = []
 
     class Written(JobHandle):
@@ -288,6 +335,218 @@ def test_trials_that_fall_behind_are_pruned_and_failed_ones_are_told(tmp_path, m
     assert rows[:2] == [(1, 0.2), (2, pytest.approx(0.15))]  # the mean of what there is so far
 
 
+def write_run(folder: Path, values: list[float], reason: str = "iterations") -> None:
+    """Write a run that is over, with its evaluations."""
+    folder.mkdir(parents=True)
+    (folder / "train_config.json").write_text("{}")
+    lines = [json.dumps({"step": 512 * count, "eval/return": value}) for count, value in enumerate(values, 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    RunRecord(seed=0, reason=reason).write(folder)
+
+
+def test_runs_are_judged_by_the_area_under_their_curves_also_beyond_a_target(tmp_path):
+    """A run that reaches its target after one of four evaluations is better than one that needs all four."""
+    write_run(tmp_path / "early", [100.0], "target")
+    write_run(tmp_path / "late", [10.0, 20.0, 30.0, 100.0], "target")
+    write_run(tmp_path / "cut", [100.0], "max_seconds")
+    early, late, cut = (RunInfo(tmp_path / name) for name in ("early", "late", "cut"))
+    judge = Judge()
+    assert judge.evaluations(early, 4) == [100.0] * 4
+    assert judge.evaluations(cut, 4) == judge.evaluations(early, None) == [100.0]
+    assert (judge.of(judge.evaluations(early, 4)), judge.of(judge.evaluations(late, 4))) == (100.0, 40.0)
+    assert judge.of([]) is None
+    values = [3.0, 1.0, 2.0]
+    found = {(s, d): Judge("x", s, d).of(values) for s in ("mean", "last", "best") for d in ("maximize", "minimize")}
+    assert [found[s, "maximize"] for s in ("mean", "last", "best")] == [2.0, 2.0, 3.0]
+    assert [found[s, "minimize"] for s in ("mean", "last", "best")] == [2.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("frequency", [0, 50, 128, 200, 256, 300, 512, 5000])
+@pytest.mark.parametrize("iterations", [1, 10, 12])
+def test_the_number_of_evaluations_is_that_of_a_run(cfg, frequency, iterations):
+    trainer = cfg.trainer.replace(iterations=iterations, num_envs=8, buffer_size=16, eval_freq=frequency)
+    steps = [128 * count for count in range(iterations + 1)]
+    due = {step for before, step in itertools.pairwise(steps) if crossed(frequency, before, step)}
+    assert planned_evaluations(trainer) == len(due | {steps[-1]})
+    assert planned_evaluations(trainer.replace(iterations=None, total_steps=None)) is None
+    assert planned_evaluations(trainer, chunk_size({"name": "vla", "vla": {"chunk_size": 4}})) is None
+    assert planned_evaluations(trainer, chunk_size({"name": "flow", "chunk_size": 1})) == planned_evaluations(trainer)
+
+
+def test_seeds_of_a_recording_need_no_environment(tmp_path):
+    cfg = ImitateCfg.from_dict({"source": {"dataset": str(tmp_path)}})
+    assert "gym_config" not in group._shared(cfg)["trainer"]
+
+
+class Confirming:
+    """Starts runs that are over at once; what they reach is a function of the trial's name and of the seed."""
+
+    def __init__(self, value_of):
+        self.value_of, self.started = value_of, []
+
+    def start(self, launcher, job):
+        trial, seed = job.run_dir.parent.name, int(job.run_dir.name.removeprefix("test_seed"))
+        self.started.append((trial, seed))
+        handle = OverAtOnce()
+        value = self.value_of(trial, seed)
+        if value is None:
+            handle.problem = "RuntimeError: out of luck"
+        else:
+            write_run(job.run_dir, [value])
+        return handle
+
+
+class OverAtOnce(JobHandle):
+    def is_over(self):
+        return True
+
+    def stop(self): ...
+
+    def kill(self): ...
+
+
+def lucky(trial: str, seed: int) -> float:
+    """Trial 1 is the best by far with the seeds of the search, trial 2 is good with any."""
+    return {"trial_0001": 9.0 if seed < 2 else 0.0, "trial_0002": 5.0}.get(trial, 1.0)
+
+
+def all_alike(trial: str, seed: int) -> float:
+    return 2.0
+
+
+def best_as_it_was(trial: str, seed: int) -> float:
+    return 3.0 if trial == "config" else 2.0
+
+
+def fails_later(trial: str, seed: int) -> float | None:
+    """Trial 1 is the best, and fails with a further seed."""
+    return None if (trial, seed) == ("trial_0001", 3) else float(trial == "trial_0001")
+
+
+@pytest.mark.extra("sweep")
+@pytest.mark.parametrize(
+    ("space", "value_of", "best"),
+    [
+        ("lr=log(1e-4,1e-2)", lucky, 2),
+        ("lr=log(1e-4,1e-2)", all_alike, 0),  # what the config has, the first trial, is kept
+        ("lr=log(1e-2,1e-1)", best_as_it_was, None),  # it is no trial of this space, and beats all of them
+    ],
+)
+def test_what_is_written_out_is_confirmed_with_further_seeds(tmp_path, monkeypatch, space, value_of, best):
+    config = write_config(tmp_path / "c.json", tmp_path / "sweep")
+    request = group.GroupRequest.of(config, [], [], "0,1", 1)
+    settings = study.SweepSettings((space,), trials=4, confirm=2)
+    runs, output = Confirming(value_of), io.StringIO()
+    monkeypatch.setattr(Launcher, "start", lambda self, job: runs.start(self, job))
+    monkeypatch.setattr(study, "write_report", lambda paths, file: file)
+    monkeypatch.setattr(group, "_POLL_SECONDS", 0.0)
+    assert study.sweep(request, settings, console=MessageConsole(file=output)) == 0
+    told = json.loads((tmp_path / "sweep" / "group.json").read_text())
+    assert (told["best"], told["done"]) == (best, True)
+    searched = {(f"trial_{number:04d}", seed) for number in range(4) for seed in (0, 1)}
+    assert {run for run in runs.started if run[1] < 2} == searched
+    further = {run for run in runs.started if run[1] >= 2}
+    assert {seed for _, seed in further} == {2, 3}
+    assert ("config" if best is None else "trial_0000") in {trial for trial, _ in further}
+    assert len(runs.started) == len(set(runs.started))
+    cfg = json.loads((tmp_path / "sweep" / "best_config.json").read_text())
+    wanted = 1e-3 if best is None else told["trials"][best]["params"]["lr"]
+    assert cfg["algorithm"]["cfg"]["learning_rate"] == wanted
+    means = [entry["value"] for entry in told["confirmed"]]
+    assert means == sorted(means, reverse=True)
+    assert (
+        f"best: {'the config as it was' if best is None else f'trial {best}'}, eval/return {means[0]:.4g}"
+        in output.getvalue()
+    )
+
+
+@pytest.mark.extra("sweep")
+def test_a_failed_confirmation_is_told_and_tried_again(tmp_path, monkeypatch):
+    config = write_config(tmp_path / "c.json", tmp_path / "sweep")
+    request = group.GroupRequest.of(config, [], [], "0,1", 1)
+    settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=4, confirm=2)
+    runs, output = Confirming(fails_later), io.StringIO()
+    monkeypatch.setattr(Launcher, "start", lambda self, job: runs.start(self, job))
+    monkeypatch.setattr(study, "write_report", lambda paths, file: file)
+    monkeypatch.setattr(group, "_POLL_SECONDS", 0.0)
+
+    def told() -> tuple[int, bool]:
+        group_data = json.loads((tmp_path / "sweep" / "group.json").read_text())
+        return group_data["best"], group_data["done"]
+
+    assert study.sweep(request, settings, console=MessageConsole(file=output)) == group.EXIT_FAILED
+    assert told() == (0, False)  # of those that were confirmed
+    assert "not confirmed, as runs failed: trial 1; the same command tries" in " ".join(output.getvalue().split())
+    begun = len(runs.started)
+    runs.value_of = lambda trial, seed: float(trial == "trial_0001")
+    assert study.sweep(request, settings, console=MessageConsole(file=output)) == 0
+    assert told() == (1, True)
+    assert runs.started[begun:] == [("trial_0001", 3)]
+
+
+@pytest.mark.extra("sweep")
+def test_a_sweep_whose_trials_all_fail_stops_and_tries_them_again(tmp_path, monkeypatch):
+    config = write_config(tmp_path / "c.json", tmp_path / "sweep")
+    request = group.GroupRequest.of(config, [], ["json"], "0", 2)
+    settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=30, confirm=0)
+    runs, output = Confirming(lambda trial, seed: None), io.StringIO()
+    monkeypatch.setattr(Launcher, "start", lambda self, job: runs.start(self, job))
+    monkeypatch.setattr(study, "write_report", lambda paths, file: file)
+    monkeypatch.setattr(group, "_POLL_SECONDS", 0.0)
+    assert study.sweep(request, settings, console=MessageConsole(file=output)) == 1
+    begun = json.loads((tmp_path / "sweep" / "group.json").read_text())
+    assert 5 <= len(runs.started) < 8
+    assert f"the first {len(runs.started)} trials have all failed" in output.getvalue()
+    assert not begun["done"]
+    runs.value_of = all_alike
+    settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=len(runs.started), confirm=0)
+    assert study.sweep(request, settings, console=MessageConsole(file=output)) == 0
+    told = json.loads((tmp_path / "sweep" / "group.json").read_text())
+    assert [trial["params"] for trial in told["trials"]] == [trial["params"] for trial in begun["trials"]]
+    assert {trial["state"] for trial in told["trials"]} == {"complete"}
+    assert f"train it: embodichain train {tmp_path / 'sweep' / 'best_config.json'} --trust json" in output.getvalue()
+    assert told["trusted_modules"] == ["json"]
+
+
+@pytest.mark.extra("sweep")
+def test_a_metric_that_is_not_logged_is_told_with_those_that_are(tmp_path, monkeypatch, capsys):
+    config = write_config(tmp_path / "c.json", tmp_path / "sweep")
+    request = group.GroupRequest.of(config, [], [], "0", 1)
+    settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=1, metric="eval/retrun", confirm=0)
+    runs, output = Confirming(all_alike), io.StringIO()
+    monkeypatch.setattr(Launcher, "start", lambda self, job: runs.start(self, job))
+    monkeypatch.setattr(group, "_POLL_SECONDS", 0.0)
+    assert study.sweep(request, settings, console=MessageConsole(file=output)) == 1
+    assert "trial 0 failed: nothing was logged as eval/retrun. Did you mean 'eval/return'?" in output.getvalue()
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "0 trials done, 1 failed" in capsys.readouterr().out
+
+
+@pytest.mark.extra("sweep")
+def test_the_same_evaluation_of_the_same_seed_is_compared_when_runs_end_early(tmp_path, monkeypatch):
+    """Every run of trial 0 reaches its target at its first evaluation of three: its steps are those of the others."""
+    target = {"iterations": 12, "eval_freq": 512, "target_return": 400.0}
+    config = write_config(tmp_path / "c.json", tmp_path / "sweep", trainer=target)
+    request = group.GroupRequest.of(config, [], [], "0,1", 1)
+    settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=2, confirm=0)
+
+    def start(self, job):
+        early = job.run_dir.parent.name == "trial_0000"
+        write_run(job.run_dir, [500.0] if early else [1.0, 2.0, 3.0], "target" if early else "iterations")
+        return OverAtOnce()
+
+    monkeypatch.setattr(Launcher, "start", start)
+    monkeypatch.setattr(study, "write_report", lambda paths, file: file)
+    assert study.sweep(request, settings, console=MessageConsole(file=io.StringIO())) == 0
+    with sqlite3.connect(tmp_path / "sweep" / "study.db") as database:
+        values = (
+            "select number, step, intermediate_value from trial_intermediate_values v join trials t using (trial_id) "
+        )
+        rows = database.execute(f"{values} order by number, step").fetchall()
+    assert [row[:2] for row in rows] == [(number, step) for number in (0, 1) for step in range(1, 7)]
+    assert [row[2] for row in rows] == [500.0] * 6 + [1.0, 1.5, 2.0, 1.5, 1.75, 2.0]
+
+
 @pytest.mark.extra("sweep")
 def test_a_trial_that_was_killed_before_its_draws_gets_the_same_ones(tmp_path, monkeypatch):
     class Killed(BaseException): ...
@@ -311,7 +570,7 @@ def test_a_trial_that_was_killed_before_its_draws_gets_the_same_ones(tmp_path, m
     def drawn(name: str) -> list[dict]:
         config = write_config(tmp_path / "c.json", tmp_path / name)
         request = group.GroupRequest.of(config, [], [], "0", 1)
-        settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=3)
+        settings = study.SweepSettings(("lr=log(1e-4,1e-2)",), trials=3, confirm=0)
         study.sweep(request, settings, console=MessageConsole(file=io.StringIO()))
         return [trial["params"] for trial in json.loads((tmp_path / name / "group.json").read_text())["trials"]]
 
@@ -339,7 +598,7 @@ def test_trials_are_trained_in_a_cluster(tmp_path, monkeypatch, capsys):
     trainer = {"run_dir": None, "iterations": 2, "num_eval_envs": 4}
     config = write_config(tmp_path / "c.json", tmp_path / "none", trainer=trainer)
     words = ["sweep", str(config), "--space", "lr=log(1e-4,1e-2)", "--trials", "1", "--worker", "ray"]
-    assert main([*words, "--num-cpus", "0.5"]) == 0
+    assert main([*words, "--seeds", "0", "--confirm", "0", "--num-cpus", "0.5"]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert set(trials_in(folder).values()) == {"COMPLETE"}
     run = RunInfo(folder / "trial_0000" / "test_seed0")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from embodichain.config import load_config
 from embodichain.errors import ConfigError, TrustedModuleError, UnknownNameError, UntrustedModuleError
 from embodichain.extras import check_trusted, import_trusted
 from tests.agents.rl.training_cases import train_config, write_config
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "configs" / "agents" / "rl").rglob("train_config*.json"))
@@ -149,7 +149,7 @@ def test_module_and_command_train_alike(tmp_path):
         ("command", ["embodichain", "train"]),
     ):
         config = write_config(tmp_path / f"{name}.json", tmp_path / name, trainer={"iterations": 1})
-        done = subprocess.run([sys.executable, "-m", *command, str(config)], capture_output=True, text=True, cwd=ROOT)
+        done = run_program("-m", *command, config, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert f"run: {tmp_path / name}" in done.stderr
     a, b = (load_checkpoint(find_checkpoint(tmp_path / name))["random"]["torch"] for name in ("module", "command"))
@@ -176,9 +176,7 @@ def test_the_path_from_the_command_to_the_gradient_step_is_short(tmp_path, monke
 
 def test_wrong_field_ends_with_a_message_and_code_2(tmp_path):
     config = write_config(tmp_path / "c.json", tmp_path / "run", trainer={"iteration": 5})
-    done = subprocess.run(
-        [sys.executable, "-m", "embodichain.agents.rl.train", "--config", str(config)], capture_output=True, text=True
-    )
+    done = run_program("-m", "embodichain.agents.rl.train", "--config", config)
     assert done.returncode == 2
     assert "trainer.iteration: unknown key" in done.stderr
     assert "'iterations'" in done.stderr

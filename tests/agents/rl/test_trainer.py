@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,6 +30,7 @@ from embodichain.utils.console import ProgressView
 from embodichain.utils.torch_runtime import torch_threads, update_threads
 from tests.agents.rl.test_checkpoint import same
 from tests.agents.rl.training_cases import GRPO, train_config, write_config
+from tests.programs import start_program, wait_until
 
 PER_ROLLOUT = 8 * 16
 
@@ -270,13 +270,10 @@ def test_a_config_that_is_wrong_is_not_continued_and_leaves_no_folder(tmp_path):
 def test_interruption_saves_and_ends_cleanly(tmp_path, number):
     settings = {"iterations": 100_000, "save_freq": 0, "eval_freq": 0}
     config = write_config(tmp_path / "c.json", tmp_path / "run", trainer=settings)
-    command = [sys.executable, "-m", "embodichain.agents.rl.train", "--config", str(config)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    process = start_program("-m", "embodichain.agents.rl.train", "--config", config)
+    wait_until(lambda: len(read_metrics(tmp_path / "run" / "metrics.jsonl")) >= 3)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=100)
     assert process.returncode == 130
     assert f"continue with: embodichain train --resume {tmp_path / 'run'}" in said
     assert "stopping after this iteration" in said
@@ -374,6 +371,18 @@ def test_nan_in_an_update_stops(tmp_path, monkeypatch):
     with pytest.raises(NotFiniteError, match=r"the parameter actor\.0\.bias is not finite after the update at step 0"):
         trainer.train()
     assert torch.isnan(load_checkpoint(tmp_path / "run" / "failure")["policy"]["actor.0.bias"][2])
+
+
+def test_reward_that_is_not_finite_is_blamed_on_the_environment(tmp_path):
+    trainer = trainer_for(tmp_path / "run")
+    rollout = trainer.collector.collect(4)
+    rollout["value"][3, 2] = torch.nan
+    with pytest.raises(NotFiniteError, match=r"^value of env 3 .*lower the learning rate"):
+        trainer.guard.check_rollout(rollout, 0)
+    rollout["reward"][5, 1] = torch.nan
+    with pytest.raises(NotFiniteError, match=r"^reward of env 5 in step 1 .*check how the environment comp") as raised:
+        trainer.guard.check_rollout(rollout, 0)
+    assert "learning rate" not in str(raised.value)
 
 
 def test_large_but_finite_numbers_are_let_through(tmp_path):

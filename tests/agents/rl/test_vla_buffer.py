@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +11,7 @@ from tensordict import TensorDict
 
 from embodichain.agents.rl.buffer import VLABuffer, vla_buffer
 from embodichain.errors import BufferWaitError, RolloutError
+from tests.programs import run_program, wait_until
 
 ROLLOUTS = 10_000
 
@@ -153,10 +152,11 @@ def test_adding_waits_for_room_and_goes_on_when_there_is_some():
         buffer.add_rollout(rollout(1), timeout=0.02)
     adder = threading.Thread(target=buffer.add_rollout, args=(rollout(1),))
     adder.start()
+    wait_until(lambda: buffer._changed._waiters)  # it waits for room
     time.sleep(0.05)
     assert adder.is_alive()
     assert stamp_of(buffer.get()) == 0
-    adder.join(5.0)
+    adder.join(60.0)
     assert not adder.is_alive()
     assert stamp_of(buffer.get()) == 1
     assert buffer.get_stats()["add_wait_seconds"] >= 0.04
@@ -166,7 +166,7 @@ def test_getting_waits_for_something_to_come():
     buffer = VLABuffer(6)
     timer = threading.Timer(0.05, buffer.add_rollout, [rollout(7)])
     timer.start()
-    assert stamp_of(buffer.get(timeout=10.0)) == 7
+    assert stamp_of(buffer.get(timeout=100.0)) == 7
 
 
 def test_single_transitions_push_the_oldest_out_of_a_full_buffer():
@@ -207,7 +207,8 @@ except BufferWaitError as error:
 
 def test_whoever_would_wait_for_itself_gets_an_error():
     """One thread adds and takes, so nobody makes room while it waits."""
-    done = subprocess.run([sys.executable, "-c", ALONE], timeout=60, capture_output=True, text=True, check=True)
+    done = run_program("-c", ALONE)
+    assert done.returncode == 0, done.stderr
     *lines, empty = done.stdout.splitlines()
     assert len(lines) == 6
     assert "empty, and no other thread could add" in empty

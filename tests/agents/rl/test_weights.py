@@ -295,7 +295,7 @@ def test_no_inference_sees_torn_weights_while_the_optimiser_writes_at_full_speed
         learner.version += 1
         store.publish()
         assert not problems
-        assert time.monotonic() - began < 60.0
+        assert time.monotonic() - began < 200.0
     done.set()
     collector.join()
     assert not problems

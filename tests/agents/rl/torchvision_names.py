@@ -3,9 +3,9 @@
 Imported by the scripts that run the real libraries in a Python of their own, which use none of these operators.
 """
 
-import torch
+from torch import library
 
-_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
+_LIBRARY = library.Library("torchvision", "FRAGMENT")
 for _name in ("nms", "qnms"):
     try:
         _LIBRARY.define(f"{_name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")

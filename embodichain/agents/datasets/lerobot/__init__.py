@@ -1,17 +1,17 @@
-"""LeRobotDataset v3 folders: a writer, a reader of whoever's, and a check of what was written.
+"""LeRobotDataset v3 folders: a writer, a reader, and verification of recordings.
 
 ::
 
     meta/info.json                              features, frame rate, totals
     meta/stats.json                             min, max, mean, std and quantiles of every feature
-    meta/tasks.parquet                          what was to be done
-    meta/episodes/chunk-000/file-000.parquet    where each episode begins and ends, and its own statistics
-    meta/embodichain.json                       keys and types of our frames, seeds and success of episodes, checksums
-    data/chunk-000/file-000.parquet             frames of many episodes, one after the other
-    videos/<camera>/chunk-000/file-000.mp4      their images, likewise
+    meta/tasks.parquet                          language instructions
+    meta/episodes/chunk-000/file-000.parquet    location and statistics of each episode
+    meta/embodichain.json                       our frame layout, seeds and success of episodes, checksums
+    data/chunk-000/file-000.parquet             frames of many consecutive episodes
+    videos/<camera>/chunk-000/file-000.mp4      images of many consecutive episodes
 
-``lerobot`` opens a folder of ours and appends to it; the reader reads what was appended, and folders that ``lerobot``
-wrote alone. A folder is data from elsewhere: whatever is wrong with it is a ``DatasetError``.
+``lerobot`` can open our folders and append to them. The reader also reads appended episodes, and folders written by
+``lerobot`` alone. Folders are untrusted input: any defect raises ``DatasetError``.
 """
 
 from embodichain.agents.datasets.lerobot.reader import LeRobotReader, RecordedEpisodes

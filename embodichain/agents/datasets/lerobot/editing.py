@@ -1,14 +1,16 @@
-"""Datasets made of others: some episodes of a folder, or those of several folders together.
+"""Builds datasets from others: filters, splits and merges folders.
 
-Numbers are written anew, with statistics of what is in the new folder. Videos are copied as they are where whole files
-are kept, and all of them are encoded alike; the images of other cameras are decoded and encoded again.
+Tables and statistics are rewritten. A camera's videos are copied unchanged if whole files are kept and all have the
+same encoding; otherwise they are decoded and encoded again.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +21,14 @@ from embodichain.agents.datasets.lerobot.statistics import FeatureStatistics
 from embodichain.agents.datasets.lerobot.writer import LeRobotWriter
 from embodichain.errors import DatasetError
 
+_NOT_DRAWN = ("num_envs", "max_episode_steps", "seed", "device", "num_threads")
+_NOT_DRAWN_OF_TASK = ("terminate_on_success",)
+"""Settings of a scene, and of its section ``env``, that do not change how a recorded state is drawn."""
+
 
 @dataclass(frozen=True)
 class EpisodeFacts:
-    """What is known of an episode without its frames."""
+    """Metadata of an episode."""
 
     index: int
     length: int
@@ -31,7 +37,7 @@ class EpisodeFacts:
 
 
 def episode_facts(reader: LeRobotReader) -> list[EpisodeFacts]:
-    """Return what is known of every episode; only the numbers of each are looked at."""
+    """Return the metadata of every episode, without decoding images."""
     return [
         EpisodeFacts(index, length, reader.task_of(index), reader.origin_of(index).success)
         for index, length in enumerate(reader.lengths)
@@ -39,8 +45,8 @@ def episode_facts(reader: LeRobotReader) -> list[EpisodeFacts]:
 
 
 def open_folders(folders: Sequence[Path]) -> list[LeRobotReader]:
-    """Open folders to make a dataset of; if one is from elsewhere, all are read by the names that they have.
-    ``DatasetError`` lists in what they differ."""
+    """Open folders to merge; if another program wrote one of them, all are read under their LeRobot names.
+    Raises ``DatasetError`` with a list of differences if they are incompatible."""
     whole = any(read_own(folder) is None for folder in folders if (folder / "meta").is_dir())
     readers = [LeRobotReader(folder, whole) for folder in folders]
     first = readers[0]
@@ -65,7 +71,7 @@ def open_folders(folders: Sequence[Path]) -> list[LeRobotReader]:
 
 
 def left_out(reader: LeRobotReader) -> list[str]:
-    """Return the features of a folder that a new one will not have: text, and images that are not RGB."""
+    """Return the features that a new folder will lack: text, and images that are not RGB."""
     kept = {feature.name for feature in reader.features} | {*BOOKKEEPING, DONE}
     return [name for name in reader.info.features if name not in kept]
 
@@ -73,7 +79,7 @@ def left_out(reader: LeRobotReader) -> list[str]:
 def write_dataset(
     out: Path | str, parts: Sequence[tuple[LeRobotReader, Sequence[int]]], quality: int = 18
 ) -> Iterator[Episode]:
-    """Write episodes of folders, which are alike, to a new one; yield each as it is written."""
+    """Write chosen episodes of compatible folders to a new folder; yield each one as it is written."""
     first = parts[0][0]
     if not any(chosen for _, chosen in parts):
         raise DatasetError(f"no episode is left for {out}")
@@ -82,7 +88,7 @@ def write_dataset(
     writer = LeRobotWriter(
         out,
         first.layout if first.is_own else FrameLayout(tuple(feature.leaf for feature in first.features)),
-        round(first.fps),
+        int(first.fps) if first.fps.is_integer() else first.fps,
         "",
         first.info.robot_type,
         quality,
@@ -97,13 +103,33 @@ def write_dataset(
                 episode = reader.read(index)
                 writer.add(episode, {name: (reader.root / file, at) for name, (file, at) in videos.items()})
                 yield episode
-    scenes = {file.read_bytes() if (file := reader.root / SCENE_PATH).is_file() else b"" for reader, _ in parts}
-    if scenes != {b""} and len(scenes) == 1:
-        (Path(out) / SCENE_PATH).write_bytes(scenes.pop())
+    scenes = [_scene_of(reader.root) for reader, _ in parts]
+    if scenes[0] is not None and all(scene == scenes[0] for scene in scenes):
+        (Path(out) / SCENE_PATH).write_bytes((first.root / SCENE_PATH).read_bytes())
+
+
+def loses_scene(out: Path, parts: Sequence[tuple[LeRobotReader, Sequence[int]]]) -> bool:
+    """Return whether a written folder has no scene although a part of it has one."""
+    return not (out / SCENE_PATH).is_file() and any((reader.root / SCENE_PATH).is_file() for reader, _ in parts)
+
+
+def _scene_of(root: Path) -> Any:
+    """Return the settings of a folder's scene that change how it is drawn; ``None`` if it has no scene."""
+    file = root / SCENE_PATH
+    if not file.is_file():
+        return None
+    content = file.read_bytes()
+    try:
+        config = json.loads(content)["gym_config"]
+        kept = {name: value for name, value in config.items() if name not in _NOT_DRAWN}
+        task = {name: value for name, value in config.get("env", {}).items() if name not in _NOT_DRAWN_OF_TASK}
+    except (ValueError, KeyError, TypeError, AttributeError):  # not written by this package
+        return content
+    return kept | {"env": task}
 
 
 def _copied_cameras(parts: Sequence[tuple[LeRobotReader, Sequence[int]]]) -> list[str]:
-    """Return the cameras whose videos can be copied: no file loses an episode, and all are encoded alike."""
+    """Return the cameras whose videos can be copied: every file keeps all its episodes, and encodings are equal."""
     first = parts[0][0]
     names = [feature.name for feature in first.features if feature.is_camera and not feature.in_table]
     return [
@@ -122,7 +148,7 @@ def _keeps_files(reader: LeRobotReader, chosen: Sequence[int], camera: str) -> b
 
 
 def split_episodes(count: int, shares: Mapping[str, float], seed: int | None) -> dict[str, list[int]]:
-    """Deal ``count`` episodes out by shares that add up to at most 1, in random order, or in theirs without a seed."""
+    """Split ``count`` episodes by shares that sum to at most 1, at random, or in order if ``seed`` is None."""
     if not shares or min(shares.values()) <= 0 or sum(shares.values()) > 1 + 1e-9:
         raise DatasetError(f"expected positive shares that add up to at most 1, got {dict(shares)}")
     order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
@@ -134,7 +160,7 @@ def split_episodes(count: int, shares: Mapping[str, float], seed: int | None) ->
 def filter_episodes(
     facts: Iterable[EpisodeFacts], conditions: Mapping[str, Callable[[EpisodeFacts], bool]]
 ) -> tuple[list[int], dict[str, int]]:
-    """Return the episodes that fulfil all conditions, and how many each condition alone drops."""
+    """Return the indices of episodes that satisfy all conditions, and how many each condition alone drops."""
     facts = list(facts)
     dropped = {name: sum(not holds(fact) for fact in facts) for name, holds in conditions.items()}
     return [fact.index for fact in facts if all(holds(fact) for holds in conditions.values())], dropped
@@ -144,8 +170,7 @@ def statistics_of(reader: LeRobotReader) -> dict[str, dict[str, list[float]]]:
     """Return the statistics of every feature, computed from its frames."""
     found = {feature.name: FeatureStatistics(feature.is_camera) for feature in reader.features}
     for index in range(len(reader)):
-        frames = reader.read(index).frames
+        episode = reader.read(index)
         for feature in reader.features:
-            values = np.concatenate([piece.numpy() for piece in frames[feature.leaf.key]])
-            found[feature.name].add(np.moveaxis(values, 1, -1) if feature.channels_first else values)
+            found[feature.name].add(feature.values(episode))
     return {name: statistics.result() for name, statistics in found.items()}

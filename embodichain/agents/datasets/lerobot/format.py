@@ -1,4 +1,4 @@
-"""The format of a LeRobotDataset v3 folder: paths, features, the JSON files in ``meta``, and their checks."""
+"""The format of a LeRobotDataset v3 folder: paths, features, and validation of the JSON files in ``meta``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, StrictInt, ValidationError
 
-from embodichain.agents.datasets.frames import FrameLayout, Key, Leaf
+from embodichain.agents.datasets.frames import Episode, FrameLayout, Key, Leaf
 from embodichain.errors import DatasetError, EmbodiChainError
 
 CODEBASE_VERSION = "v3.0"
-"""What is written."""
+"""Version that is written."""
 OLD_VERSIONS = ("v2.1", "v2.0")
-"""What is read as well: one file per episode, and JSON lines in the place of Parquet files in ``meta``."""
+"""Versions that can also be read: one file per episode, and JSON lines instead of Parquet files in ``meta``."""
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -29,22 +31,22 @@ INFO_PATH = "meta/info.json"
 STATS_PATH = "meta/stats.json"
 OWN_PATH = "meta/embodichain.json"
 SCENE_PATH = "meta/embodichain_scene.json"
-"""Settings of the environment, where its positions were recorded for a viewer."""
+"""Settings of the environment, written if body poses are recorded for the viewer."""
 FILES_PER_CHUNK = 1000
 
 DONE = "next.done"
 BOOKKEEPING = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
-"""Columns every LeRobotDataset has."""
+"""Columns of every LeRobotDataset."""
 _STATES: tuple[Key, ...] = (("observation", "state"), ("observation", "robot", "qpos"))
-"""What is called ``observation.state``: the first of these that exists."""
+"""The first of these keys that exists is called ``observation.state``."""
 _DTYPES = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
-"""Types of numbers that are read."""
+"""Supported dtypes."""
 _CHANNELS = 3
 _AXES = {r"(.*_)?quat": "wxyz", r"(.*_)?(pos|vel|linvel|angvel|offset|axis)": "xyz"}
-"""Names of the numbers of such keys."""
+"""Names of the elements of vectors, by pattern of the key."""
 
 _Size = Annotated[int, Strict(), Field(ge=1, lt=1 << 31)]
 _Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
@@ -59,13 +61,13 @@ class Feature:
     name: str
     leaf: Leaf
     channels_first: bool | None = None
-    """Order of a camera's pixels; None for what is no camera."""
+    """Whether a camera's images are ``[3, height, width]``; None if it is not a camera."""
     in_table: bool = False
-    """Whether a camera's images are encoded in the table of numbers, instead of a video."""
+    """Whether a camera's images are stored in the Parquet table instead of a video."""
 
     @property
     def is_camera(self) -> bool:
-        """Whether it is an image."""
+        """Whether the feature is an image."""
         return self.channels_first is not None
 
     @property
@@ -76,11 +78,16 @@ class Feature:
 
     @property
     def pixel_format(self) -> str:
-        """How the pixels of a camera are stored: one colour for 2 x 2 of them, unless the size is odd."""
+        """Pixel format of a camera's video: chroma is subsampled unless the size is odd."""
         return "yuv444p" if self.size[0] % 2 or self.size[1] % 2 else "yuv420p"
 
-    def describe(self, fps: int, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the entry of this feature in ``info.json``; its numbers have names where there is one for each."""
+    def values(self, episode: Episode) -> NDArray[Any]:
+        """Return the frames ``[length, ...]`` of this feature in an episode; images are channels-last."""
+        frames = torch.cat(episode.frames[self.leaf.key]).numpy()
+        return np.moveaxis(frames, 1, -1) if self.channels_first else frames
+
+    def describe(self, fps: float, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the entry of this feature in ``info.json``; ``names`` are used if there is one per element."""
         if not self.is_camera:
             dtype, shape = str(self.leaf.dtype).removeprefix("torch."), list(self.leaf.shape) or [1]
             known = list(names) if names is not None and shape == [len(names)] else default_names(self.leaf)
@@ -100,7 +107,8 @@ class Feature:
 
 
 def default_names(leaf: Leaf) -> list[str] | None:
-    """Return names of a vector's numbers: axes where the key tells that it has some, else numbers; None of text."""
+    """Return names for the elements of a vector: axes such as ``xyz`` if the key suggests them, else numbered names;
+    None for other arrays and instructions."""
     if leaf.key[0] not in ("observation", "action") or len(leaf.shape) != 1 or leaf.key[-1] == "instruction":
         return None
     name, size = leaf.key[-1], leaf.shape[0]
@@ -109,7 +117,7 @@ def default_names(leaf: Leaf) -> list[str] | None:
 
 
 def features_of(layout: FrameLayout) -> list[Feature]:
-    """Name every array of a frame; ``DatasetError`` for names that a folder cannot have."""
+    """Return the feature of every array of a frame; ``DatasetError`` for invalid or duplicate names."""
     state = next((key for key in _STATES if layout.shape_of(*key) is not None), None)
     renamed: dict[Key | None, str] = {(name,): f"next.{name}" for name in ("reward", "terminated", "truncated")}
     renamed[state] = "observation.state"
@@ -132,23 +140,23 @@ def features_of(layout: FrameLayout) -> list[Feature]:
 
 
 def check_name(name: str) -> None:
-    """Refuse names that could lead a path elsewhere; LeRobot refuses slashes, too."""
+    """Raise ``DatasetError`` for names that could escape the folder; LeRobot rejects slashes as well."""
     if not name or name in (".", "..") or any(sign in name for sign in "/\\\0"):
         raise DatasetError(f"the feature {name!r} has a name with a slash, or none; rename it")
 
 
 class FeatureEntry(BaseModel):
-    """What ``info.json`` says about one feature."""
+    """Entry of one feature in ``info.json``."""
 
     dtype: Annotated[str, Strict()]
     shape: Annotated[list[_Size], Field(max_length=8)]
     names: Any = None
     info: dict[str, Any] | None = None
-    """Of a camera: how its videos are encoded."""
+    """Encoding of a camera's videos."""
 
     @property
     def vector_names(self) -> list[str] | None:
-        """Names of a vector's numbers, which may stand in a list or, under the name of the axis, in a dict of one."""
+        """Names of a vector's elements, given as a list or as ``{axis: list}``; None if there are none."""
         names = self.names
         if isinstance(names, dict) and len(names) == 1:
             names = next(iter(names.values()))
@@ -157,7 +165,7 @@ class FeatureEntry(BaseModel):
 
 
 class Info(BaseModel):
-    """What is needed of ``info.json``."""
+    """The part of ``info.json`` that is read."""
 
     codebase_version: str = CODEBASE_VERSION
     robot_type: str | None = None
@@ -169,7 +177,7 @@ class Info(BaseModel):
 
     @property
     def is_old(self) -> bool:
-        """Whether every episode has files of its own."""
+        """Whether the folder has version 2, with one file per episode."""
         return self.codebase_version in OLD_VERSIONS
 
 
@@ -183,7 +191,7 @@ class Checksum(BaseModel):
 
 
 class OwnEpisode(BaseModel):
-    """What an environment knows about an episode and the format has no place for."""
+    """Metadata of an episode that LeRobot's format does not have."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -205,7 +213,7 @@ class Own(BaseModel):
     crc32: _Count | None = None
 
     def frame_layout(self) -> FrameLayout:
-        """Return the layout of the frames that were recorded."""
+        """Return the layout of the recorded frames."""
         leaves = [
             Leaf(tuple(key), torch_dtype("/".join(key), dtype), tuple(shape)) for key, dtype, shape in self.layout
         ]
@@ -213,14 +221,14 @@ class Own(BaseModel):
 
 
 def torch_dtype(name: str, dtype: str) -> torch.dtype:
-    """Return the type of a feature's numbers."""
+    """Return the dtype of a feature; ``DatasetError`` if it is not supported."""
     if dtype not in _DTYPES:
         raise DatasetError(f"{name} is of type {dtype!r}, which is not read; expected one of {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
 
 
 def checked_layout(leaves: Sequence[Leaf]) -> FrameLayout:
-    """Return a layout in which no key is empty, occurs twice, or is inside of another."""
+    """Return a layout; ``DatasetError`` if a key is empty, occurs twice, or is nested in another."""
     keys = {leaf.key for leaf in leaves}
     inner = {key[:depth] for key in keys for depth in range(1, len(key))}
     wrong = next((key for key in keys if not all(key) or key in inner), None)
@@ -231,10 +239,11 @@ def checked_layout(leaves: Sequence[Leaf]) -> FrameLayout:
 
 
 def foreign_features(entries: Mapping[str, FeatureEntry], whole: bool = False) -> list[Feature]:
-    """Return what is read of a folder that another program wrote: observations, actions, and reward and ends if any.
+    """Return the features that are read from a folder of another program: observations, actions, and, if any, reward,
+    ``terminated`` and ``truncated``.
 
-    ``whole`` reads all other numbers as well, each under its name. Text and images that are not RGB, such as depth
-    maps, are left out.
+    ``whole`` adds all other numeric features under their names. Text and images that are not RGB, such as depth maps,
+    are skipped.
     """
     features = []
     for name, entry in entries.items():
@@ -260,14 +269,14 @@ def foreign_features(entries: Mapping[str, FeatureEntry], whole: bool = False) -
 
 
 def _is_read(name: str, dtype: str, whole: bool) -> bool:
-    """Tell whether an array of numbers is read: observations and actions, or all that are no bookkeeping."""
+    """Return whether a feature is read: observations and actions, or with ``whole`` all but bookkeeping columns."""
     if name == "action" or name.startswith("observation."):
         return dtype not in ("string", "language")
     return whole and name not in BOOKKEEPING and dtype in _DTYPES
 
 
 def file_indices(number: int) -> dict[str, int]:
-    """Return the chunk, and the file in it, of the ``number``-th file of a kind."""
+    """Return chunk and file index of the ``number``-th file of a kind."""
     return {"chunk_index": number // FILES_PER_CHUNK, "file_index": number % FILES_PER_CHUNK}
 
 
@@ -281,25 +290,25 @@ def checksum_of(file: Path) -> dict[str, int]:
 
 
 def data_checksum(data: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of JSON data, whatever its own ``crc32`` says."""
+    """Return the CRC-32 of JSON data, without its entry ``crc32``."""
     content = {name: value for name, value in data.items() if name != "crc32"}
     return zlib.crc32(json.dumps(content, separators=(",", ":")).encode())
 
 
 @contextmanager
 def reading(root: Path) -> Iterator[None]:
-    """Turn whatever a parser raises about a folder into one ``DatasetError``."""
+    """Convert any exception of a parser to a ``DatasetError`` that names the folder."""
     try:
         yield
     except EmbodiChainError:
         raise
-    except Exception as error:  # parsers of damaged files raise nearly anything
+    except Exception as error:  # parsers raise almost anything for damaged files
         reason = (str(error).strip() or "no further message").splitlines()[0]
         raise DatasetError(f"{root} cannot be read: {type(error).__name__}: {reason}") from error
 
 
 def find_inside(root: Path, name: str) -> Path:
-    """Return a file of a folder; links that lead out of it are refused, but for those of the Hugging Face cache."""
+    """Return the path of a file in a folder; links that leave it are rejected, except in the Hugging Face cache."""
     base, path = root.resolve(), (root / name).resolve()
     blobs = [parent.with_name("blobs") for parent in base.parents if parent.name == "snapshots"]
     if not any(path.is_relative_to(place) for place in (base, *blobs)):
@@ -320,7 +329,7 @@ def read_json(root: Path, name: str) -> dict[str, Any]:
 
 
 def checked(model: type[_Model], data: Mapping[str, Any], path: Path) -> _Model:
-    """Return checked data; ``DatasetError`` names the first wrong entry."""
+    """Validate data with a pydantic model; ``DatasetError`` names the first invalid entry."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -330,7 +339,7 @@ def checked(model: type[_Model], data: Mapping[str, Any], path: Path) -> _Model:
 
 
 def read_info(root: Path) -> Info:
-    """Return what is needed of ``info.json``."""
+    """Read and validate ``info.json``."""
     data = read_json(root, INFO_PATH)
     version = data.get("codebase_version")
     if version not in (CODEBASE_VERSION, *OLD_VERSIONS):
@@ -340,7 +349,7 @@ def read_info(root: Path) -> Info:
 
 
 def read_own(root: Path) -> Own | None:
-    """Return the content of ``embodichain.json``; None in a folder that another program wrote."""
+    """Read and validate ``embodichain.json``; None if another program wrote the folder."""
     if not (root / OWN_PATH).exists():
         return None
     data = read_json(root, OWN_PATH)

@@ -1,7 +1,7 @@
-"""What the ``meta`` folder of a dataset says: where the frames of every episode are, and what was to be done in it.
+"""Reads the episode index and the tasks from the ``meta`` folder of a dataset.
 
-Version 3 keeps both in Parquet files, and many episodes in a file; version 2 keeps them in lines of JSON, and every
-episode has files of its own.
+Version 3 stores both as Parquet, and many episodes per data file. Version 2 stores both as JSON lines, and one episode
+per data file.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OLD_EPISODES_PATH, OLD_TASKS_PATH = "meta/episodes.jsonl", "meta/tasks.jsonl"
 OLD_DATA_PATH = "data/chunk-{chunk:03d}/episode_{episode:06d}.parquet"
 OLD_VIDEO_PATH = "videos/chunk-{chunk:03d}/{video_key}/episode_{episode:06d}.mp4"
 _INTEGERS = ("episode_index", "length", "dataset_from_index", "dataset_to_index", "data/chunk_index", "data/file_index")
-"""Columns of ``meta/episodes`` that every folder has."""
+"""Required columns of ``meta/episodes``."""
 
 OpenTable = Callable[[str, list[str] | None], Any]
 Index = dict[str, NDArray[Any]]
-"""Columns with an entry per episode: ``episode_index``, ``length``, ``first`` (its first frame among all), ``data``
-(the file of its numbers), and for every video ``video/<name>`` (its file) and ``from/<name>`` (the time in it)."""
+"""Columns with one entry per episode: ``episode_index``, ``length``, ``first`` (index of its first frame), ``data``
+(its Parquet file), and for every video ``video/<name>`` (its file) and ``from/<name>`` (its start in seconds)."""
 
 
 class _OldEpisode(BaseModel):
@@ -53,8 +53,8 @@ class _Task(BaseModel):
 
 
 def read_index(root: Path, info: Info, videos: Sequence[str], open_table: OpenTable) -> Index:
-    """Return where the frames of every episode are, in the order of the episodes."""
-    rows = _read_old(root, info, videos) if info.is_old else _read_present(root, videos, open_table)
+    """Return the location of every episode's frames, sorted by ``episode_index``."""
+    rows = _read_v2(root, info, videos) if info.is_old else _read_v3(root, videos, open_table)
     if not len(rows["length"]):
         raise DatasetError(f"{root} holds no episodes")
     index = rows["episode_index"]
@@ -66,8 +66,8 @@ def read_index(root: Path, info: Info, videos: Sequence[str], open_table: OpenTa
     return rows
 
 
-def _read_present(root: Path, videos: Sequence[str], open_table: OpenTable) -> Index:
-    """Read ``meta/episodes/chunk-000/file-000.parquet`` and those that follow."""
+def _read_v3(root: Path, videos: Sequence[str], open_table: OpenTable) -> Index:
+    """Read ``meta/episodes/*/*.parquet`` of version 3."""
     integers, numbers = list(_INTEGERS), []
     for name in videos:
         integers += [f"videos/{name}/{part}" for part in ("chunk_index", "file_index")]
@@ -100,7 +100,7 @@ def _read_present(root: Path, videos: Sequence[str], open_table: OpenTable) -> I
     return index
 
 
-def _read_old(root: Path, info: Info, videos: Sequence[str]) -> Index:
+def _read_v2(root: Path, info: Info, videos: Sequence[str]) -> Index:
     """Read ``meta/episodes.jsonl`` of version 2."""
     path = find_inside(root, OLD_EPISODES_PATH)
     episodes = [checked(_OldEpisode, data, path) for data in _lines(path)]
@@ -117,7 +117,7 @@ def _read_old(root: Path, info: Info, videos: Sequence[str]) -> Index:
 
 
 def read_tasks(root: Path, info: Info, open_table: OpenTable) -> dict[int, str]:
-    """Return what was to be done, by ``task_index``; nothing where the folder does not say."""
+    """Return the tasks in words by ``task_index``; empty if the folder has none."""
     name = OLD_TASKS_PATH if info.is_old else TASKS_PATH
     if not (root / name).exists():
         return {}
@@ -125,7 +125,7 @@ def read_tasks(root: Path, info: Info, open_table: OpenTable) -> dict[int, str]:
     if info.is_old:
         rows = _lines(path)
     else:
-        # pandas, with which LeRobot writes this, keeps the words as the index, under a name of its own or none.
+        # LeRobot writes this with pandas, where the task is the index, named or unnamed.
         rows = open_table(name, None).to_pylist()
         for row in rows:
             row.setdefault("task", row.get("__index_level_0__"))
@@ -141,7 +141,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def column_of(table: Any, name: str, root: Path) -> Any:
-    """Return the one column of this name."""
+    """Return the column of this name; ``DatasetError`` unless there is exactly one."""
     if table.column_names.count(name) != 1:
         raise DatasetError(f"{root}: a table has {table.column_names.count(name)} columns {name!r}, expected one")
     return table[name].combine_chunks()
@@ -157,7 +157,7 @@ def _within(values: NDArray[Any], low: int, high: int) -> bool:
 
 
 def from_column(column: Any, shape: tuple[int, ...], name: str) -> NDArray[Any]:
-    """Return the numbers of an Arrow column whose rows have this shape, lists flattened."""
+    """Return the numbers of an Arrow column whose rows have this shape, as a flat array."""
     arrow, compute = require("pyarrow", extra="data"), require("pyarrow.compute", extra="data")
     kinds, sizes = arrow.types, list(shape)
     while True:

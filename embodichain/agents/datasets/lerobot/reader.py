@@ -1,4 +1,4 @@
-"""Reads the episodes of a LeRobotDataset folder, version 3 or 2, whoever wrote it."""
+"""Reads the episodes of a LeRobotDataset folder, version 3 or 2, written by us or by another program."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ from embodichain.errors import DatasetError
 from embodichain.extras import require
 
 _INSTRUCTION_BYTES = 48
-"""Bytes of an instruction at least, as many as those of our tasks have."""
+"""Minimum length of an instruction, as in our tasks."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class LeRobotReader:
-    """The episodes of a folder, by number; those of a folder of ours come back as they were recorded.
+    """The episodes of a folder by index; those that we recorded are read back as they were.
 
-    In any other folder, a missing reward reads as 0, the last frame of an episode as ``terminated``, and the words of
-    its task as ``observation/instruction``. Files with a
-    known checksum are verified before they are read, and so are Parquet pages that have one.
+    In folders of other programs, a missing reward is 0, the last frame of an episode is ``terminated``, and the task
+    becomes ``observation/instruction``. Checksums of files and Parquet pages, if there are any, are verified first.
     """
 
     def __init__(self, root: Path | str, whole: bool = False) -> None:
-        """``whole`` reads all numbers under the names that the folder has, as if it came from elsewhere."""
+        """``whole`` reads all numeric features under their LeRobot names, as if another program had written them."""
         self.root = Path(root)
         self._parquet = require("pyarrow.parquet", extra="data")
         self._verified: set[str] = set()
@@ -68,12 +67,12 @@ class LeRobotReader:
             videos = [feature.name for feature in self._features if feature.is_camera and not feature.in_table]
             self._episodes = read_index(self.root, info, videos, self._open_table)
             self.tasks = read_tasks(self.root, info, self._open_table)
-            """What was to be done, by ``task_index``."""
-            self._said: dict[str, Tensor] = {}
-            """Instructions of folders from elsewhere, whose tasks are words: their bytes."""
+            """Tasks in words, by ``task_index``."""
+            self._instructions: dict[str, Tensor] = {}
+            """Encoded instructions by task, for folders of other programs."""
             if own is None and not whole and any(self.tasks.values()) and self.layout.shape_of(*INSTRUCTION) is None:
                 length = max(_INSTRUCTION_BYTES, *(len(words.encode()) for words in self.tasks.values()))
-                self._said = {words: bytes_of(words, length) for words in ("", *self.tasks.values())}
+                self._instructions = {words: bytes_of(words, length) for words in ("", *self.tasks.values())}
                 self.layout = checked_layout([*self.layout.leaves, Leaf(INSTRUCTION, torch.uint8, (length,))])
             counts = (len(self), int(self._episodes["length"].sum()))
             if counts != (info.total_episodes, info.total_frames):
@@ -89,32 +88,32 @@ class LeRobotReader:
 
     @property
     def lengths(self) -> list[int]:
-        """Frames of each episode."""
+        """Number of frames of each episode."""
         return [int(length) for length in self._episodes["length"]]
 
     @property
     def names(self) -> dict[Key, list[str]]:
-        """Names of the numbers of arrays, where the folder has them."""
+        """Names of the elements of vectors, if the folder has them."""
         entries = {feature.leaf.key: self.info.features.get(feature.name) for feature in self._features}
         return {key: entry.vector_names for key, entry in entries.items() if entry and entry.vector_names}
 
     @property
     def tells_tasks(self) -> bool:
-        """Whether instructions are the words of tasks, instead of an array of the folder."""
-        return bool(self._said)
+        """Whether instructions come from the folder's tasks instead of a feature."""
+        return bool(self._instructions)
 
     @property
     def features(self) -> list[Feature]:
-        """What is read, by the names in the folder."""
+        """The features that are read."""
         return list(self._features)
 
     @property
     def is_own(self) -> bool:
-        """Whether the folder was recorded here, and is read as such."""
+        """Whether the folder was written by this package, and is read as such."""
         return self._own is not None
 
     def video_of(self, index: int, camera: str) -> tuple[str, float]:
-        """Return the file of a camera's images of an episode, and the time in it at which they begin."""
+        """Return the video file of an episode and camera, and the start of the episode in it, in seconds."""
         return str(self._episodes[f"video/{camera}"][index]), float(self._episodes[f"from/{camera}"][index])
 
     def read(self, index: int) -> Episode:
@@ -129,13 +128,13 @@ class LeRobotReader:
             if guessed and not (frames[("terminated",)][-1] or frames[("truncated",)][-1]):
                 frames[guessed[0]][-1] = True  # every episode ends
         own, task = self.origin_of(index), self._task_in(table)
-        if self._said:
-            frames[INSTRUCTION] = self._said[task or ""].repeat(length, 1)
+        if self._instructions:
+            frames[INSTRUCTION] = self._instructions[task or ""].repeat(length, 1)
         pieces: dict[Key, tuple[Tensor, ...]] = {leaf.key: (frames[leaf.key],) for leaf in self.layout.leaves}
         return Episode(pieces, length, own.seed, own.success, own.policy_version, task)
 
     def task_of(self, index: int) -> str | None:
-        """Return what was to be done in an episode; None if the folder does not say."""
+        """Return the task of an episode in words; None if unknown."""
         with reading(self.root):
             return self._task_in(self._rows({name: values[index].item() for name, values in self._episodes.items()}))
 
@@ -143,14 +142,14 @@ class LeRobotReader:
         return self.tasks.get(int(self._numbers(rows.slice(0, 1), "task_index")[0])) if self.tasks else None
 
     def origin_of(self, index: int) -> OwnEpisode:
-        """Return what the environment told of an episode, where it was recorded here."""
+        """Return seed, success and policy version of an episode that we recorded; defaults for others."""
         number = int(self._episodes["episode_index"][index])
-        if self._own is None or number >= len(self._own.episodes):  # of somebody else, or appended by somebody
+        if self._own is None or number >= len(self._own.episodes):  # written or appended by another program
             return OwnEpisode()
         return self._own.episodes[number]
 
     def _frames(self, feature: Feature, row: dict[str, Any], table: Any) -> Tensor:
-        """Return the frames ``[length, ...]`` of one feature of an episode."""
+        """Return the frames ``[length, ...]`` of one feature in an episode."""
         if feature.is_camera:
             images = self._encoded(feature, table) if feature.in_table else self._images(feature, row)
             images = np.moveaxis(images, -1, 1) if feature.channels_first else images
@@ -168,7 +167,7 @@ class LeRobotReader:
         return from_column(column_of(table, name, self.root), shape, f"{self.root}: {name}")
 
     def _rows(self, row: dict[str, Any]) -> Any:
-        """Return the rows of one episode of the Parquet file it is in; the file last used is kept."""
+        """Return the rows of one episode from its Parquet file; the last file is cached."""
         name = row["data"]
         if self._table is None or self._table[0] != name:
             self._table = (name, self._open_table(name))
@@ -188,12 +187,12 @@ class LeRobotReader:
         return rows
 
     def _open_table(self, name: str, columns: list[str] | None = None) -> Any:
-        """Return a Parquet file; with page checksums, where it has them."""
+        """Read a Parquet file and verify its page checksums, if any."""
         with self._parquet.ParquetFile(self._find(name), memory_map=True, page_checksum_verification=True) as file:
             return file.read(columns)
 
     def _find(self, name: str) -> Path:
-        """Return a file of the folder that is what was written, as far as that is known."""
+        """Return the path of a file, after verifying its checksum if that is known."""
         path = find_inside(self.root, name)
         known = None if self._own is None else self._own.checksums.get(name)
         if known is not None and name not in self._verified:
@@ -206,7 +205,7 @@ class LeRobotReader:
         return path
 
     def _encoded(self, feature: Feature, table: Any) -> NDArray[np.uint8]:
-        """Return images ``[length, height, width, 3]`` that are encoded in the table."""
+        """Decode images ``[length, height, width, 3]`` stored in the table."""
         column, images = column_of(table, feature.name, self.root), []
         arrow = require("pyarrow", extra="data")
         blobs = column.field("bytes") if arrow.types.is_struct(column.type) else column
@@ -221,7 +220,7 @@ class LeRobotReader:
         return np.stack(images)
 
     def _images(self, feature: Feature, row: dict[str, Any]) -> NDArray[np.uint8]:
-        """Return the images ``[length, height, width, 3]`` of one episode from the video they are in."""
+        """Decode the images ``[length, height, width, 3]`` of one episode from its video."""
         length, start = row["length"], row[f"from/{feature.name}"]
         images: list[NDArray[np.uint8]] = []
         path = self._find(row[f"video/{feature.name}"])
@@ -231,7 +230,7 @@ class LeRobotReader:
             for frame in container.decode(stream):
                 late = (frame.time - start) * self.fps - len(images)  # in frames
                 if late < -0.5 and not images:
-                    continue  # between the key frame before and the frame itself
+                    continue  # between the preceding key frame and the first frame
                 if abs(late) > 0.5 or frame.is_corrupt:
                     raise DatasetError(
                         f"{path} is damaged: frame {len(images)} from {start:.3f} s on is missing or broken"
@@ -248,7 +247,7 @@ class LeRobotReader:
 
 
 class RecordedEpisodes:
-    """A folder as an endless source: all its episodes in random order, then again in another."""
+    """A folder as an infinite source of episodes, shuffled anew in every epoch."""
 
     def __init__(self, root: Path | str, seed: int) -> None:
         self.reader = LeRobotReader(root)

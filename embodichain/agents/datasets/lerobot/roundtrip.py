@@ -1,4 +1,4 @@
-"""Recording from a source to a folder, and comparing the folder with what was written."""
+"""Records episodes to a folder, and verifies the folder by reading it back."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from embodichain.agents.datasets.lerobot.writer import LeRobotWriter
 from embodichain.errors import DatasetError
 
 _KEPT_IMAGE_BYTES = 256 << 20
-"""Bytes of original images that are kept for the comparison."""
+"""Bytes of original images that are kept for verification."""
 MOST_FAILURES = 1000
-"""Episodes that fail one after the other before a recording of successes gives up."""
+"""Number of consecutive failed episodes after which a recording of successes gives up."""
 MIN_PSNR = 25.0
-"""Decibels below which an image counts as another one; compression costs less."""
+"""Images with a lower PSNR in decibels count as different; compression alone loses less."""
 
 
 @dataclass
 class Trace:
-    """What is kept of a recorded episode: checksums of its numbers, and its images while there is room."""
+    """Data to verify a recorded episode: checksums of its arrays, and its images while memory allows."""
 
     length: int
     checksums: dict[Key, int]
@@ -35,7 +35,7 @@ class Trace:
 
     @classmethod
     def of(cls, episode: Episode, cameras: set[Key], keep: bool = True) -> Trace:
-        """Return the trace of an episode, with its images or without."""
+        """Return the trace of an episode; ``keep`` includes its images."""
         frames = {key: torch.cat(pieces).contiguous() for key, pieces in episode.frames.items()}
         numbers = {key: value.view(torch.uint8).numpy() for key, value in frames.items() if key not in cameras}
         images = {key: value for key, value in frames.items() if key in cameras and keep}
@@ -46,7 +46,7 @@ def record(
     source: EpisodeSource, writer: LeRobotWriter, episodes: int, only_success: bool = False, task: str | None = None
 ) -> Iterator[Trace]:
     """Write the next ``episodes`` episodes of a source; yield the trace of each.
-    ``task`` says what is to be done in all of them; None: what they say themselves."""
+    ``task`` replaces the task of every episode; None keeps them."""
     cameras = {feature.leaf.key for feature in features_of(source.layout) if feature.is_camera}
     left, image_bytes, failures = episodes, 0, 0
     while left:
@@ -55,9 +55,9 @@ def record(
             if only_success and not episode.success:
                 failures += 1
                 if failures == MOST_FAILURES:
-                    told = f"{episodes - left} of {episodes} episodes are recorded, and then {failures} failed"
+                    status = f"{episodes - left} of {episodes} episodes are recorded, and then {failures} failed"
                     advice = "watch what acts with embodichain play, or keep episodes that fail, too"
-                    raise DatasetError(f"{told} one after the other: {advice}")
+                    raise DatasetError(f"{status} one after the other: {advice}")
                 continue
             failures = 0
             writer.add(episode if task is None else replace(episode, task=task))
@@ -68,8 +68,8 @@ def record(
 
 
 def read_back(root: Path, traces: list[Trace]) -> float | None:
-    """Compare a folder with what was written to it; raise DatasetError at the first difference.
-    Return the worst PSNR of an episode's images, in decibels; None without cameras."""
+    """Compare a folder with the traces of its episodes; ``DatasetError`` at the first difference.
+    Returns the lowest PSNR of an episode's images in decibels; None without cameras."""
     reader = LeRobotReader(root)
     if len(reader) != len(traces):
         raise DatasetError(f"{root} holds {len(reader)} episodes, but {len(traces)} were written")
@@ -83,14 +83,14 @@ def read_back(root: Path, traces: list[Trace]) -> float | None:
             if again.checksums[key] != checksum:
                 raise DatasetError(f"{'/'.join(key)} of episode {index} is not what was written")
         for key, image in trace.images.items():
-            likeness = psnr(again.images[key], image)
-            if likeness < MIN_PSNR:
-                raise DatasetError(f"{'/'.join(key)} of episode {index} looks different: {likeness:.1f} dB")
-            worst = likeness if worst is None else min(worst, likeness)
+            similarity = psnr(again.images[key], image)
+            if similarity < MIN_PSNR:
+                raise DatasetError(f"{'/'.join(key)} of episode {index} looks different: {similarity:.1f} dB")
+            worst = similarity if worst is None else min(worst, similarity)
     return worst
 
 
 def psnr(one: Tensor, other: Tensor) -> float:
-    """Return the likeness of two uint8 images in decibels: ``10 log10(255^2 / mean squared difference)``."""
+    """Return the peak signal-to-noise ratio of two uint8 images in decibels: ``10 log10(255^2 / MSE)``."""
     error = float((one.float() - other.float()).square().mean())
     return math.inf if error == 0 else 10 * math.log10(255**2 / error)

@@ -1,4 +1,4 @@
-"""Statistics of features as LeRobot has them: minimum, maximum, mean, standard deviation, count and quantiles."""
+"""Feature statistics in LeRobot's format: minimum, maximum, mean, standard deviation, count and quantiles."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 _MAX_IMAGES = 100
-"""So many images of an episode, evenly spaced, are enough."""
+"""Images per episode, evenly spaced, that statistics are computed from."""
 _KEPT_NUMBERS = 1 << 20
-"""So many numbers of a feature are kept for the quantiles of all episodes."""
+"""Values of a feature that are kept for the quantiles over all episodes."""
 
 Numbers = NDArray[np.float64]
 
 
 class FeatureStatistics:
-    """Statistics of one feature: of every episode, and of all.
+    """Statistics of one feature, per episode and over all episodes.
 
-    Vectors have them element by element, cameras per channel, in [0, 1]; of an array with several axes, only the last
-    one counts, as in LeRobot. The quantiles of all episodes are those of all their frames, or of a part of them, evenly
-    spaced, once these are more than about a million numbers.
+    They are elementwise for vectors, and per channel in [0, 1] for cameras. Arrays with several axes keep only the last
+    one, as in LeRobot. Quantiles over all episodes use every frame, or evenly spaced ones beyond about a million
+    values.
     """
 
     def __init__(self, is_camera: bool) -> None:
@@ -38,7 +38,7 @@ class FeatureStatistics:
         self._histogram = np.zeros((3, 256), np.int64)
 
     def add(self, values: NDArray[Any]) -> dict[str, Any]:
-        """Take in an episode, ``[n, ...]``, or ``[n, height, width, 3]`` of a camera; return its statistics."""
+        """Add an episode, ``[n, ...]`` or ``[n, height, width, 3]`` for a camera; return its statistics."""
         if self._is_camera:
             picked = values[np.linspace(0, len(values) - 1, min(len(values), _MAX_IMAGES)).round().astype(int)]
             self._count += len(picked)
@@ -56,33 +56,33 @@ class FeatureStatistics:
         return _entry(low, high, mean, std, len(values), _quantiles(rows))
 
     def result(self) -> dict[str, Any]:
-        """Return the statistics of all episodes, the entry of ``stats.json``."""
+        """Return the statistics over all episodes, as in ``stats.json``."""
         if self._is_camera:
             return _of_histogram(self._histogram, self._count)
         std, kept = np.sqrt(self._squares / self._rows), np.concatenate(self._kept)
         return _entry(self._min, self._max, self._mean, std, self._count, _quantiles(kept))
 
     def _merge(self, rows: int, mean: Numbers, squares: Numbers) -> None:
-        """Join mean and sum of squared deviations of two sets of rows: neither sum loses digits to the other."""
+        """Merge mean and sum of squared deviations with those of more rows, numerically stable (Chan et al.)."""
         total, delta = self._rows + rows, mean - self._mean
         self._squares = self._squares + squares + delta**2 * (self._rows * rows / total)
         self._mean = self._mean + delta * (rows / total)
         self._rows = total
 
     def _keep(self, rows: Numbers) -> None:
-        """Keep every ``stride``-th row; with too many of them, every second of these."""
+        """Keep every ``stride``-th row; double the stride when too many rows are kept."""
         self._kept.append(rows[self._phase :: self._stride])
         self._phase = (self._phase - len(rows)) % self._stride
         if sum(part.size for part in self._kept) > _KEPT_NUMBERS:
             whole = np.concatenate(self._kept)
             self._kept = [whole[::2].copy()]
-            # The next row that is due is an even multiple of the old stride after the first.
+            # The next kept row is an even multiple of the old stride after the first.
             self._phase += self._stride if len(whole) % 2 else 0
             self._stride *= 2
 
 
 def _of_histogram(counts: NDArray[np.int64], images: int) -> dict[str, Any]:
-    """Return the statistics of pixels ``[channel, value]`` that were counted by value."""
+    """Return the statistics of pixels, given their histogram ``[channel, value]``."""
     total, value = counts.sum(axis=1), np.arange(256) / 255
     mean = counts @ value / total
     std = np.sqrt((counts * (value - mean[:, None]) ** 2).sum(axis=1) / total)
@@ -93,7 +93,7 @@ def _of_histogram(counts: NDArray[np.int64], images: int) -> dict[str, Any]:
 
 
 def _quantiles(rows: Numbers) -> Numbers:
-    """Return for every quantile the smallest values that at least this part of the rows does not exceed."""
+    """Return the quantiles ``[num_quantiles, n]`` of rows, each an actual value."""
     return np.quantile(rows, list(QUANTILES.values()), axis=0, method="inverted_cdf")
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,14 +38,14 @@ from embodichain.errors import DatasetError, writing
 from embodichain.extras import require
 
 _TABLE_MEGABYTES, _VIDEO_MEGABYTES = 100, 200
-"""Sizes from which on a file counts as full, and the next one begins."""
+"""File sizes above which a new file is started."""
 
 Images = NDArray[np.uint8]
 
 
 def to_column(values: NDArray[Any]) -> Any:
-    """Return an array ``[n, ...]`` as an Arrow column: numbers, or (nested) lists of fixed size; ``[n, 1]`` is numbers,
-    as LeRobot has it."""
+    """Convert an array ``[n, ...]`` to an Arrow column of numbers or (nested) fixed-size lists; ``[n, 1]`` becomes
+    numbers, as in LeRobot."""
     arrow = require("pyarrow", extra="data")
     column = arrow.array(np.ascontiguousarray(values).reshape(-1))
     for size in reversed(values.shape[1:] if values.shape[1:] != (1,) else ()):
@@ -53,14 +54,15 @@ def to_column(values: NDArray[Any]) -> Any:
 
 
 class VideoFile:
-    """Writes images ``[n, height, width, 3]`` of many episodes, one after the other, to an mp4 file."""
+    """Writes images ``[n, height, width, 3]`` of consecutive episodes to an mp4 file."""
 
-    def __init__(self, path: Path, feature: Feature, fps: int, quality: int) -> None:
+    def __init__(self, path: Path, feature: Feature, fps: float, quality: int) -> None:
         self._av = require("av", extra="data")
         self.frames = 0
         self._container = self._av.open(str(path), "w")
-        # Two frames per group: any frame is found without decoding many others.
-        self._stream = self._container.add_stream("libx264", rate=fps, options={"crf": str(quality), "g": "2"})
+        # A key frame every two frames, so that random access decodes few others.
+        rate = Fraction(fps).limit_denominator(10_000)  # 29.97 is a rate, too
+        self._stream = self._container.add_stream("libx264", rate=rate, options={"crf": str(quality), "g": "2"})
         self._stream.height, self._stream.width = feature.size
         self._stream.pix_fmt = feature.pixel_format
 
@@ -78,13 +80,13 @@ class VideoFile:
 
 
 class LeRobotWriter:
-    """A new dataset folder; episodes are appended, and ``close`` writes what describes them."""
+    """Writes a new dataset folder: ``add`` appends episodes, and ``close`` writes the metadata."""
 
     def __init__(
         self,
         root: Path | str,
         layout: FrameLayout,
-        fps: int,
+        fps: float,
         task: str,
         robot_type: str | None = None,
         quality: int = 18,
@@ -92,10 +94,10 @@ class LeRobotWriter:
         features: Sequence[Feature] | None = None,
         encodings: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """``task`` says what is to be done in episodes that do not tell; ``names`` has those of the numbers of keys.
+        """``task`` is the task of episodes without one; ``names`` has the names of the elements of vectors.
 
-        ``features`` gives arrays the names of a folder from elsewhere; the new one is like that, too. ``encodings``
-        describes the videos of cameras, by name, that ``add`` is given whole.
+        ``features`` gives arrays the names of a folder of another program; no ``embodichain.json`` is written then.
+        ``encodings`` describes the videos of cameras that are copied, by name.
         """
         self.root = Path(root)
         self._arrow, self._parquet = require("pyarrow", extra="data"), require("pyarrow.parquet", extra="data")
@@ -110,11 +112,11 @@ class LeRobotWriter:
         self._features = features_of(layout) if features is None else [replace(f, in_table=False) for f in features]
         self._is_own, self._encodings = features is None, dict(encodings or {})
         self._copies: dict[str, dict[Path, dict[str, int]]] = {}
-        """Videos that were copied, by camera and origin, and where to."""
+        """Indices of copied video files, by camera and source file."""
         self._tasks: dict[str, int] = {}
-        """What was to be done in the episodes so far, and its number."""
+        """Tasks of the episodes so far, and their indices."""
         self._columns = dict(BOOKKEEPING)
-        """Columns beside the features, and their types."""
+        """Columns besides the features, and their dtypes."""
         if {("terminated",), ("truncated",)} <= {leaf.key for leaf in layout.leaves} and self._is_own:
             self._columns[DONE] = "bool"
         self._statistics = {feature.name: FeatureStatistics(feature.is_camera) for feature in self._features}
@@ -123,13 +125,13 @@ class LeRobotWriter:
         self._own: list[dict[str, Any]] = []
         self._frames = 0
         self._files: dict[str, tuple[int, Path, Any]] = {}
-        """The number, the path and the writer of the present file of every camera, and of the numbers ("")."""
+        """Number, path and writer of the current file of every camera, and of the table ("")."""
         self._written: list[Path] = []
         self._closed = False
 
     def add(self, episode: Episode, videos: Mapping[str, tuple[Path, float]] | None = None) -> None:
-        """Append one episode; ``videos`` has cameras whose images are in a file already, which is copied, from a time
-        on."""
+        """Append one episode; ``videos`` maps cameras to an existing video, which is copied, and the episode's start in
+        it in seconds."""
         with writing(self.root):
             self._add(episode, videos or {})
 
@@ -162,7 +164,7 @@ class LeRobotWriter:
         self._frames += episode.length
 
     def _numbers(self, arrays: dict[Key, NDArray[Any]], length: int, task: int) -> dict[str, NDArray[Any]]:
-        """Return the columns of one episode: the features that are no images, and what every dataset has."""
+        """Return the columns of one episode: all features but images, and the bookkeeping columns."""
         step = np.arange(length)
         columns = {f.name: arrays[f.leaf.key] for f in self._features if not f.is_camera}
         if DONE in self._columns:
@@ -176,7 +178,7 @@ class LeRobotWriter:
         }
 
     def _write_numbers(self, columns: dict[str, NDArray[Any]]) -> dict[str, Any]:
-        """Append the rows of one episode to the present Parquet file, or to a new one if that is full."""
+        """Append the rows of one episode to the current Parquet file; return its indices."""
         table = self._arrow.table({name: to_column(values) for name, values in columns.items()})
 
         def make(path: Path) -> Any:
@@ -187,7 +189,7 @@ class LeRobotWriter:
         return {f"data/{name}": value for name, value in indices.items()}
 
     def _write_images(self, feature: Feature, images: Images) -> dict[str, Any]:
-        """Append the images of one episode to the camera's present file, or to a new one if that is full."""
+        """Append the images of one episode to the camera's current video; return its indices and times."""
         video, indices = self._file(
             feature.name, VIDEO_PATH, _VIDEO_MEGABYTES, lambda path: VideoFile(path, feature, self.fps, self._quality)
         )
@@ -197,7 +199,7 @@ class LeRobotWriter:
         return {f"videos/{feature.name}/{name}": value for name, value in entry.items()}
 
     def _copy_video(self, feature: Feature, source: Path, start: float, length: int) -> dict[str, Any]:
-        """Copy a video, unless it is there already, and return where an episode is in it."""
+        """Copy a video unless it has been copied; return its indices and the episode's times in it."""
         known = self._copies.setdefault(feature.name, {})
         if source not in known:
             known[source] = file_indices(len(known))
@@ -209,21 +211,21 @@ class LeRobotWriter:
         return {f"videos/{feature.name}/{name}": value for name, value in entry.items()}
 
     def _file(self, camera: str, path: str, megabytes: int, make: Callable[[Path], Any]) -> tuple[Any, dict[str, int]]:
-        """Return the present file of a camera, or a new one if that is full, and its indices."""
-        number, present, file = self._files.get(camera, (0, self.root, None))
-        if file is not None and present.exists() and present.stat().st_size > megabytes << 20:
+        """Return the current file of a camera, or a new one if that is full, and its indices."""
+        number, current, file = self._files.get(camera, (0, self.root, None))
+        if file is not None and current.exists() and current.stat().st_size > megabytes << 20:
             file.close()
             number, file = number + 1, None
         if file is None:
-            present = self.root / path.format(video_key=camera, **file_indices(number))
-            present.parent.mkdir(parents=True, exist_ok=True)
-            file = make(present)
-            self._written.append(present)
-            self._files[camera] = (number, present, file)
+            current = self.root / path.format(video_key=camera, **file_indices(number))
+            current.parent.mkdir(parents=True, exist_ok=True)
+            file = make(current)
+            self._written.append(current)
+            self._files[camera] = (number, current, file)
         return file, file_indices(number)
 
     def close(self) -> None:
-        """Finish all files; calling it twice is fine."""
+        """Finish all files; may be called repeatedly."""
         if self._closed:
             return
         self._closed = True
@@ -231,31 +233,31 @@ class LeRobotWriter:
             for _, _, file in self._files.values():
                 file.close()
             if self._episodes:
-                self._write_descriptions()
+                self._write_metadata()
             elif self._is_new and not self._written:
                 self.root.rmdir()
 
-    def _write_descriptions(self) -> None:
-        """Write what describes the episodes and their files."""
+    def _write_metadata(self) -> None:
+        """Write the ``meta`` folder."""
         self._write_episodes()
         self._write_tasks()
-        # LeRobot rewrites the other files of meta/ when it appends; these it leaves as they are.
+        # Only of files that LeRobot does not rewrite when it appends.
         checksums = {path.relative_to(self.root).as_posix(): checksum_of(path) for path in self._written}
         own = {"version": 2, "fps": self.fps, "layout": self.layout.to_json(), "episodes": self._own}
         own["checksums"] = checksums
-        descriptions: dict[str, dict[str, Any]] = {
+        files: dict[str, dict[str, Any]] = {
             STATS_PATH: {name: value.result() for name, value in self._statistics.items()}
         }
-        descriptions |= {OWN_PATH: {**own, "crc32": data_checksum(own)}} if self._is_own else {}
-        descriptions[INFO_PATH] = self._info()  # last: without it the folder is no dataset
-        for name, data in descriptions.items():
+        files |= {OWN_PATH: {**own, "crc32": data_checksum(own)}} if self._is_own else {}
+        files[INFO_PATH] = self._info()  # last: without it the folder is not a dataset
+        for name, data in files.items():
             file = self.root / name
             partial = file.with_name(f".{file.name}.partial")
             partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
             partial.replace(file)
 
     def _write_episodes(self) -> None:
-        """Write where each episode begins and ends, and its statistics."""
+        """Write the location and statistics of each episode."""
         indices = {f"meta/episodes/{name}": value for name, value in file_indices(0).items()}
         path = self.root / EPISODES_PATH.format(**file_indices(0))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -288,7 +290,7 @@ class LeRobotWriter:
         }
 
     def _write_tasks(self) -> None:
-        """Write all tasks; the metadata tell pandas, with which LeRobot reads them, that their words are the index."""
+        """Write all tasks, with metadata that make ``task`` the index in pandas, as LeRobot expects."""
         columns = [
             {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy_kind, "metadata": None}
             for name, kind, numpy_kind in (("task_index", "int64", "int64"), ("task", "unicode", "object"))

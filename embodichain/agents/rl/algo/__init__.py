@@ -1,4 +1,4 @@
-"""Algorithms; ``ppo.py`` is the one to read first. Each is imported when it is asked for."""
+"""Algorithms, imported lazily; read ``ppo.py`` first."""
 
 from typing import TYPE_CHECKING
 

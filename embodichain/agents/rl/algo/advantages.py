@@ -1,12 +1,13 @@
-"""Advantages and returns: GAE, V-trace, and corrections for rollouts older than the policy.
+"""Advantages and returns: GAE, V-trace, and corrections for rollouts that an older policy collected.
 
-Decoupled PPO does not keep the policy near the one that collected, mu, but near the one before the update, pi_prox:
+Decoupled PPO centres the trust region on the policy before the update, pi_prox, instead of the policy that collected
+the rollout, mu:
 
     L = -E[ min(w_max, pi_prox/mu) * min(r A, clip(r, 1 - c, 1 + c) A) ],   r = pi/pi_prox.
 
-The weight is a positive constant during the update, so this is the loss of plain PPO for old probabilities pi_prox and
-advantages that carry the weight. Returns that bootstrap from old values would teach the critic what it has unlearned
-since, so the present critic values the rollout again.
+The importance weight is a positive constant during the update. So this is the loss of plain PPO with pi_prox as the old
+policy and the weight multiplied into the advantages. Values are computed again with the current critic: returns that
+bootstrap from old values would pull the critic back.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ from embodichain.utils.cuda_graphs import kernels_work
 
 
 class TimeMajor(NamedTuple):
-    """What GAE accumulates over, contiguous rows ``[num_steps, num_envs]``, from the last step to the first."""
+    """Inputs of the GAE recursion: contiguous tensors ``[num_steps, num_envs]``."""
 
     reward: Tensor
     value: Tensor
@@ -51,16 +52,16 @@ def compute_gae(
     gamma: float | Tensor,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(advantage, return_)``; everything is ``[num_envs, num_steps]``.
+    """Return ``(advantage, return_)`` of generalised advantage estimation; all tensors are ``[num_envs, num_steps]``.
 
-    ``next_value`` is the value of the state that was really reached: of ``final_observation`` where ``done``, of the
-    next observation elsewhere. So a time limit bootstraps and a termination does not:
+    ``next_value`` is the value of the state that the step reached: of ``final_observation`` where ``done``, of the next
+    observation elsewhere. A time limit bootstraps from it, a termination does not:
 
         delta_t = reward_t + gamma * next_value_t * (1 - terminated_t) - value_t
         advantage_t = delta_t + gamma * gae_lambda * (1 - done_t) * advantage_{t+1}
         return_t = advantage_t + value_t
 
-    ``gamma`` is one number, or one for each transition ``[num_envs, num_steps]`` where they last differently long.
+    ``gamma`` is a number, or a tensor ``[num_envs, num_steps]`` if transitions span different numbers of steps.
     """
     inputs = {"reward": reward, "value": value, "next_value": next_value, "terminated": terminated, "done": done}
     for name, tensor in inputs.items():
@@ -77,7 +78,7 @@ def compute_gae(
 
 @cache
 def _accumulate_on(device: torch.device) -> Callable[[TimeMajor], tuple[Tensor, Tensor]]:
-    """Return the fastest way for a device: numpy, one kernel, or a loop of kernels where that cannot be compiled."""
+    """Return the fastest implementation for a device: numpy, one Triton kernel, or a torch loop without Triton."""
     if device.type == "cpu":
         return _accumulate_cpu
     if not kernels_work(device):
@@ -88,7 +89,7 @@ def _accumulate_on(device: torch.device) -> Callable[[TimeMajor], tuple[Tensor, 
 
 
 def _accumulate(rows: TimeMajor) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns with two kernels per step and none that waits."""
+    """Return advantages and returns, without synchronising with the GPU."""
     bootstraps = ~rows.terminated
     if isinstance(rows.gamma, Tensor):
         advantage = (rows.reward - rows.value).addcmul_(rows.next_value, bootstraps * rows.gamma)
@@ -101,7 +102,7 @@ def _accumulate(rows: TimeMajor) -> tuple[Tensor, Tensor]:
 
 
 def _accumulate_cpu(rows: TimeMajor) -> tuple[Tensor, Tensor]:
-    """Do the same with numpy, whose calls on short rows and on booleans cost a third of torch's."""
+    """Same as ``_accumulate`` in numpy, which takes a third of torch's time on short rows."""
     reward, value, next_value, terminated, done = (x.numpy() for x in rows[:5])
     gamma, decay = (x.numpy() if isinstance(x, Tensor) else np.float32(x) for x in rows[5:])
     advantage = np.multiply(~terminated, gamma)
@@ -124,11 +125,11 @@ def compute_vtrace(
     trace_lambda: float,
     clip: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(advantage, return_)`` of a policy from what another, slightly older one did.
+    """Return ``(advantage, return_)`` of V-trace for a rollout that a slightly older policy collected.
 
-    Everything is ``[num_envs, num_steps]``. ``value`` and ``next_value`` of the rollout are the present policy's
-    (``Proximal.values``), ``log_importance`` is ``log pi / mu`` of its actions, mu being the policy that collected it.
-    With ``(rho_max, c_max) = clip``:
+    All tensors are ``[num_envs, num_steps]``. ``value`` and ``next_value`` of the rollout come from the current policy
+    pi (``Proximal.values``). ``log_importance`` is ``log pi / mu`` of its actions, where mu is the policy that
+    collected it. With ``(rho_max, c_max) = clip``:
 
         rho_t = min(rho_max, pi/mu),  c_t = lambda * min(c_max, pi/mu)
         delta_t = rho_t * (reward_t + gamma * next_value_t * (1 - terminated_t) - value_t)
@@ -136,22 +137,25 @@ def compute_vtrace(
         return_t = value_t + x_t
         advantage_t = reward_t + gamma * (next_value_t + lambda * x_{t+1} * (1 - done_t)) * (1 - terminated_t) - value_t
 
-    For ``pi = mu`` this is GAE. The advantage is not weighted by rho: the loss, with its probability ratio, does that.
+    For ``pi = mu`` this is GAE. The advantage is not weighted by rho, as the loss contains the probability ratio.
     """
     ratio = log_importance.exp()
     rho, trace = ratio.clamp(max=clip[0]), trace_lambda * ratio.clamp(max=clip[1])
     value, terminated, done = rollout["value"], rollout["terminated"], rollout["done"]
     target = reward + gamma * rollout["next_value"] * ~terminated
-    nothing = torch.zeros_like(reward)
-    # x_t = delta_t + decay_t (1 - done_t) x_{t+1} is what GAE computes of a reward delta_t without any values.
-    x = compute_gae(rho * (target - value), nothing, nothing, terminated, done, gamma * trace, 1.0)[0]
+    zeros = torch.zeros_like(reward)
+    # x_t = delta_t + decay_t (1 - done_t) x_{t+1} is GAE with reward delta_t and all values zero.
+    x = compute_gae(rho * (target - value), zeros, zeros, terminated, done, gamma * trace, 1.0)[0]
     following = torch.zeros_like(x)
     following[:, :-1] = x[:, 1:]
     return target - value + gamma * trace_lambda * following * ~done, value + x
 
 
 def reward_and_discount(rollout: TensorDictBase, gamma: float) -> tuple[Tensor, float | Tensor]:
-    """Return rewards ``sum_{i<n} gamma^i r_i`` and discounts ``gamma^n`` of n actions, ``[num_envs, num_steps]``."""
+    """Return the reward and the discount of each transition, ``[num_envs, num_steps]``.
+
+    For a chunk of n actions they are ``sum_{i<n} gamma^i r_i`` and ``gamma^n``.
+    """
     if "chunk_reward" not in rollout.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
         return rollout["reward"], gamma
     rewards = rollout["chunk_reward"]
@@ -162,12 +166,12 @@ def reward_and_discount(rollout: TensorDictBase, gamma: float) -> tuple[Tensor, 
 class RewardNormalizer:
     """Divides rewards by the running standard deviation of discounted returns, and clips them to +-``clip``.
 
-    The statistics take in each rollout before its rewards are divided, of all ranks together.
+    The statistics cover all ranks and are updated with each rollout before its rewards are normalised.
     """
 
     def __init__(self, clip: float, device: torch.device | str = "cpu") -> None:
         self.clip = clip
-        # As if 1e-4 returns of variance 1 had been seen, which the first rollout outweighs.
+        # A prior of 1e-4 samples with variance 1, which the first rollout outweighs.
         self.count = torch.tensor(1e-4, dtype=torch.float64, device=device)
         self.mean = torch.zeros(1, dtype=torch.float64, device=device)
         self.m2 = torch.full((1,), 1e-4, dtype=torch.float64, device=device)
@@ -179,22 +183,22 @@ class RewardNormalizer:
 
     @property
     def std(self) -> Tensor:
-        """What rewards are divided by, ``[1]``."""
+        """The divisor of rewards, ``[1]``."""
         return (self.variance + 1e-8).sqrt()
 
     def update(self, returns: Tensor, ranks: Ranks) -> None:
-        """Take in discounted returns of this rank ``[...]`` and of the others."""
+        """Update the statistics with the discounted returns ``[...]`` of all ranks."""
         merged = (self.count, self.mean, self.m2)
         for moments in ranks.share_moments(batch_moments(returns.reshape(-1, 1), 1)):
             merged = merge_moments(merged, moments)
         self.count, self.mean, self.m2 = merged
 
     def __call__(self, reward: Tensor) -> Tensor:
-        """Return rewards ``[...]`` in units of the spread."""
+        """Return normalised and clipped rewards ``[...]``."""
         return (reward / self.std.to(reward.dtype)).clamp(-self.clip, self.clip)
 
     def normalize(self, reward: Tensor, rollout: TensorDictBase, ranks: Ranks) -> Tensor:
-        """Take in the ``discounted_return`` of a rollout and return its rewards in units of their spread."""
+        """Update the statistics with ``discounted_return`` of a rollout, and return its rewards normalised."""
         if "discounted_return" not in rollout.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
             raise RolloutError(
                 "normalize_reward needs rollouts with a 'discounted_return': make the collector with "
@@ -208,16 +212,16 @@ class RewardNormalizer:
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Restore the statistics from ``state_dict``."""
         self.count, self.mean, self.m2 = (state[name].to(self.mean.device) for name in ("count", "mean", "m2"))
 
 
 @dataclass(frozen=True)
 class Proximal:
-    """The policy before an update, the centre of its trust region, on the transitions that are to be learned from."""
+    """Log-probabilities and values of a rollout under the proximal policy, that is, the policy before the update."""
 
     log_prob: Tensor
-    """Log-probability of the actions, in the shape of ``sample_log_prob``."""
+    """Log-probabilities of the actions, with the shape of ``sample_log_prob``."""
     value: Tensor
     """Values of the observations, ``[num_envs, num_steps]``."""
     log_importance: Tensor
@@ -225,43 +229,44 @@ class Proximal:
 
     @classmethod
     def of(cls, policy: Policy, rollout: TensorDictBase, rows: int) -> Self:
-        """Evaluate a rollout, ``rows`` transitions at a time."""
+        """Evaluate a rollout in batches of ``rows`` transitions."""
         log_prob, value = evaluate_rollout(policy, rollout, rows)
         log_importance = log_ratio(log_prob.float(), rollout["sample_log_prob"], rollout, "chunk")
         return cls(log_prob.float(), value.float(), log_importance)
 
     def values(self, rollout: TensorDictBase, version: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``value`` and ``next_value`` by the present critic; what its ``version`` collected stays as it is."""
+        """Return ``value`` and ``next_value`` of the current critic; transitions of its own ``version`` keep theirs."""
         value = torch.where(rollout["policy_version"] == version, rollout["value"], self.value)
         return value, next_values(rollout, value)
 
-    def decouple(self, data: TensorDictBase, max_weight: float, level: Level) -> None:
-        """Centre the clip on this policy, and weigh advantages by ``min(max_weight, pi_prox/mu)``; in place.
+    def decouple(self, data: TensorDictBase, max_weight: float, level: Level) -> Tensor:
+        """Make pi_prox the old policy of ``data``, and return the importance weights ``min(max_weight, pi_prox/mu)``.
 
-        Where a decision has several probability ratios, the weight is their geometric mean.
+        They are ``[num_envs, num_steps]``; normalised advantages are to be multiplied by them. If a decision has
+        several probability ratios, the weight is their geometric mean.
         """
         log_weight = self.log_importance / count_ratios(self.log_prob, data, level)
         data["sample_log_prob"] = self.log_prob
-        data["advantage"] = data["advantage"] * log_weight.exp().clamp(max=max_weight)
+        return log_weight.exp().clamp(max=max_weight)
 
     def measures(self, ranks: Ranks) -> dict[str, float]:
-        """Return how far the policy is from what collected: ``KL(mu || pi_prox)`` and its largest importance weight."""
+        """Return metrics: ``behaviour_kl``, which is ``KL(mu || pi_prox)``, and the largest importance weight."""
         kl = ranks.gather(kl_estimate(self.log_importance).mean()).mean()
         largest = bounded(ranks.gather(self.log_importance.max()).max()).exp()
         return dict(zip(("behaviour_kl", "importance_max"), torch.stack([kl, largest]).tolist(), strict=True))
 
 
 def next_values(rollout: TensorDictBase, value: Tensor) -> Tensor:
-    """Return the values of the states that were reached, ``[num_envs, num_steps]``.
+    """Return the values of the next states ``[num_envs, num_steps]``, given the current critic's ``value``.
 
-    They are the present policy's wherever the state is an observation of the rollout. What lies at its edge, or where a
-    time limit cut an episode, is not stored: there the old value is kept, plus what the state before it has gained
-    since, or it would look like a reward for getting there. Where new weights were adopted later in the rollout nothing
-    is added: it is not known then which of them valued the state.
+    Where the next state is an observation of the rollout, this is its current value. The states after the last step and
+    at time limits are not stored. There, the old value is shifted by the change of the preceding state's value, as a
+    mismatch of old and new values would act as a reward. No shift is applied if the rollout contains newer weights than
+    the transition's, because it is unknown which of them computed the old value.
     """
     version = rollout["policy_version"]
-    gained = torch.where(version == version[:, -1:], value - rollout["value"], 0.0)
-    reached = rollout["next_value"] + gained * ~rollout["terminated"]
+    shift = torch.where(version == version[:, -1:], value - rollout["value"], 0.0)
+    next_value = rollout["next_value"] + shift * ~rollout["terminated"]
     inside = ~rollout["done"][:, :-1]
-    reached[:, :-1] = torch.where(inside, value[:, 1:], reached[:, :-1])
-    return reached
+    next_value[:, :-1] = torch.where(inside, value[:, 1:], next_value[:, :-1])
+    return next_value

@@ -1,5 +1,7 @@
-"""What algorithms have in common (``BaseAlgorithm`` for all, ``MinibatchAlgorithm`` for those of gradient steps,
-``ClippedAlgorithm`` for those that clip probability ratios), and algorithms by name."""
+"""Base classes and the registry of algorithms.
+
+``BaseAlgorithm`` is the interface, ``MinibatchAlgorithm`` adds gradient steps, ``ClippedAlgorithm`` clipped ratios.
+"""
 
 import copy
 import logging
@@ -34,42 +36,44 @@ from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import CheckpointError, ConfigError, RolloutError
 
 _LOG = logging.getLogger(__name__)
+_LARGE_KL = 1.0
+"""Mean KL divergence of an update above which a warning is logged."""
 CPU_ROWS = 2048
-"""Transitions per backward pass and CPU thread: what a network of usual width makes of them stays in the cache."""
+"""Transitions per backward pass and CPU thread: the activations of a typical network then fit into the cache."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A trained policy that another one learns from, and what a run remembers of it."""
+    """A trained policy to learn from, with its spaces and its origin."""
 
     policy: Policy
-    """In evaluation mode, built for the spaces that it was trained with."""
+    """The policy, in evaluation mode."""
     observation_space: gym.Space[Any] | int
     action_space: gym.Space[Any] | int
     source: str
-    """Folder of its checkpoint."""
+    """Checkpoint folder."""
     actions: Any = None
-    """How its environment turned actions into motions, where that is known: ``env.actions`` of its config."""
+    """``env.actions`` of the config it was trained with, ``None`` if unknown."""
 
 
 class BaseAlgorithm(ABC):
-    """Base class for RL algorithms: ``update(rollout)`` is all that a new one has to write.
+    """Base class for RL algorithms; a subclass must implement ``update(rollout)``.
 
     Without a trainer, call ``initialize_buffer``, then ``collect_rollout`` and ``update()`` in turn.
     """
 
     device: torch.device
-    """Where the policy is trained."""
+    """Device on which the policy is trained."""
     cfg_type: ClassVar[type[AlgorithmCfg]] = AlgorithmCfg
-    """Class of the settings, so that a config can be checked before anything is built."""
+    """Class of the settings."""
     one_version_per_rollout: ClassVar[bool] = False
     """Whether all transitions of a rollout must come from one version of the policy."""
     needs_critic: ClassVar[bool] = False
-    """Whether it learns from the policy's values."""
+    """Whether the policy must have a critic."""
     start_rollout: RolloutStart | None = None
-    """Resets the environment before each rollout, where episodes do not just continue; it can be pickled."""
+    """Picklable function that resets the environment before each rollout; ``None`` continues the episodes."""
     return_discount: float | None = None
-    """Discount of the returns that collectors are to add to rollouts, where the algorithm normalises rewards."""
+    """Discount of the ``discounted_return`` that collectors add to rollouts; ``None`` adds none."""
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy) -> None:
         policy.check()
@@ -81,35 +85,35 @@ class BaseAlgorithm(ABC):
         self.policy = policy.to(self.device)
         self.policy.device = self.device
         self.acting: Policy = self.policy
-        """What collectors let act; another one than ``policy`` where others decide in its place."""
+        """The policy that collectors use; differs from ``policy`` if a teacher acts in some envs."""
         self.ranks = Ranks()
-        """The processes that train this policy together; see ``join``."""
+        """The processes of distributed training; see ``join``."""
         self.progress = 0.0
-        """Share of the training that is over, in [0, 1]; set by the trainer, used by schedules."""
+        """Fraction of training that is done, in [0, 1]; set by the trainer, used by schedules."""
         self.next_progress: float | None = None
-        """The same after the update to come, when the next rollout begins; ``None`` where nobody tells."""
+        """``progress`` after the coming update, when the next rollout starts; ``None`` if unknown."""
         self.buffer: RolloutBuffer | None = None
         self._collector: SyncCollector | None = None
         self._rollout: TensorDictBase | None = None
 
     @abstractmethod
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
-        """Improve the policy by a rollout ``[num_envs, num_steps]`` (default: the collected one); return measures."""
+        """Train on a rollout ``[num_envs, num_steps]`` (default: that of ``collect_rollout``); return metrics."""
 
-    def check_num_envs(self, num_envs: int) -> None:  # noqa: B027 - by default any number will do
+    def check_num_envs(self, num_envs: int) -> None:  # noqa: B027 - any number is valid by default
         """Raise ``ConfigError`` if the algorithm cannot work with this number of envs."""
 
     @property
     def teacher_source(self) -> str | None:
-        """Run or checkpoint of the policy that it learns from, which ``teach`` hands over; ``None``: there is none."""
+        """Run or checkpoint of the teacher, which is then passed to ``teach``; ``None`` if there is no teacher."""
         return None
 
     def teach(self, teacher: Teacher, env: VecEnv | None = None, actions: Any = None) -> None:
-        """Learn from this teacher; ``ConfigError`` lists what does not fit ``env`` and its ``env.actions``."""
+        """Set the teacher; raise ``ConfigError`` if it does not fit ``env`` or its ``env.actions``."""
         raise ConfigError(f"teacher: {type(self).__name__} learns from none", "algorithm.cfg")
 
     def join(self, ranks: Ranks) -> None:
-        """Train together with other processes, where a subclass can; all copies of the policy begin as the first."""
+        """Join distributed training; the policy becomes a copy of the first rank's. Subclasses may support it."""
         if ranks.count > 1:
             problem = f"{type(self).__name__} cannot train on several ranks: it does not add up gradients over them"
             raise ConfigError(problem, "algorithm")
@@ -117,7 +121,7 @@ class BaseAlgorithm(ABC):
     def initialize_buffer(
         self, num_steps: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device | str | None = None
     ) -> None:
-        """Make the buffer that ``collect_rollout`` writes to; nested observations are stored flat."""
+        """Create the buffer for ``collect_rollout``; nested observations are stored flattened."""
         self.check_num_envs(num_envs)
         self.buffer = RolloutBuffer(num_steps, num_envs, obs_dim, action_dim, device or self.device)
 
@@ -129,16 +133,15 @@ class BaseAlgorithm(ABC):
         num_steps: int,
         on_step_callback: StepCallback | None = None,
     ) -> dict[str, Any]:
-        """Collect ``num_steps`` of all envs; return logging info: reward parts, metrics, episode returns.
+        """Collect ``num_steps`` steps of all envs; return statistics: reward terms, metrics, episode returns.
 
-        ``obs`` is the environment's present observation; ``None`` continues where the last rollout ended, or resets the
-        environment for the first one.
+        ``obs`` is the current observation. ``None`` continues after the last rollout; the first call then resets.
         """
         policy = self.acting if policy is self.policy else policy
         collector = self._collector
         if collector is None or collector.env is not env or collector.policy is not policy:
-            wants: dict[str, Any] = {"start_rollout": self.start_rollout, "return_discount": self.return_discount}
-            collector = SyncCollector(env, policy, self.device, buffer=self.buffer, **wants)
+            options: dict[str, Any] = {"start_rollout": self.start_rollout, "return_discount": self.return_discount}
+            collector = SyncCollector(env, policy, self.device, buffer=self.buffer, **options)
             self._collector = collector
             if obs is not None:
                 collector.begin(obs)
@@ -149,15 +152,15 @@ class BaseAlgorithm(ABC):
         return dict(collector.statistics())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``update`` depends on besides policy, config and random state: nested dicts, tensors, numbers."""
+        """Return the state of the algorithm without policy, config and random state: nested dicts, tensors, numbers."""
         return {"progress": self.progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Restore the state from ``state_dict``."""
         self.progress = state["progress"]
 
     def _take(self, rollout: TensorDictBase | None, keys: Iterable[str]) -> TensorDictBase:
-        """Return the rollout to learn from, on the algorithm's device, if its layout is right."""
+        """Check the rollout (default: the collected one) and return it on the algorithm's device."""
         if rollout is None:
             rollout, self._rollout = self._rollout, None
             if rollout is None:
@@ -167,7 +170,7 @@ class BaseAlgorithm(ABC):
         return rollout if rollout["reward"].device == self.device else rollout.to(self.device)
 
     def _finish_update(self, rollout: TensorDictBase) -> None:
-        """Let the policy's running statistics see the rollout, and count the update."""
+        """Update the policy's observation statistics, and increment its version."""
         with torch.no_grad():
             if not self._keeps_statistics:
                 for part in flatten_time_major(rollout.select("observation")).split(EVALUATED_ROWS):
@@ -176,37 +179,37 @@ class BaseAlgorithm(ABC):
 
     @property
     def _keeps_statistics(self) -> bool:
-        """Whether the policy's running statistics stay as they are for now."""
+        """Whether the policy's observation statistics are frozen in this update."""
         return False
 
 
 class MinibatchAlgorithm(BaseAlgorithm):
-    """An algorithm whose update is epochs of gradient steps on shuffled minibatches.
+    """An algorithm whose update runs epochs of gradient steps on shuffled minibatches.
 
-    ``update`` of a subclass loops over ``_shuffled(minibatches)`` and calls ``_step``, which follows the gradient of
-    its ``_loss``; or it has all steps of an epoch replayed by ``graphs`` where a GPU allows it.
+    ``update`` of a subclass calls ``_step`` for each minibatch of ``_epoch``. ``_step`` minimises ``_loss``. On a GPU,
+    ``graphs`` may replay the steps of a whole epoch instead.
     """
 
     cfg: MinibatchCfg
     validity_key: ClassVar[str | None] = None
-    """Part of a minibatch that weighs its transitions, if there is one; minibatches can then be filled up."""
+    """Key of the mask of valid transitions, if the loss uses one; minibatches can then be padded."""
 
     def __init__(self, cfg: MinibatchCfg, policy: Policy) -> None:
         super().__init__(cfg, policy)
         self.updates = 0
-        """How many there were, those before a resume included."""
+        """Number of updates so far, including those before a resume."""
         self.policy_begins = 0
-        """Updates in which the critic alone learns, at the beginning."""
+        """Number of initial updates that train only the critic."""
         self.optimizer = PolicyOptimizer(
             policy, cfg.learning_rate, cfg.max_grad_norm, cfg.mixed_precision, cfg.weight_decay, self._value_rate()
         )
         self.graphs: GraphedSteps | None = None
-        """Replays epochs of ``_step`` on a GPU."""
+        """Replays epochs of ``_step`` as CUDA graphs."""
         if self.device.type == "cuda" and cfg.cuda_graphs:
             self.graphs = GraphedSteps(self._step, self.optimizer, self.validity_key)
 
     def join(self, ranks: Ranks) -> None:
-        """Train the policy together with other processes: minibatch k is that of all ranks, taken together."""
+        """Join distributed training: minibatch k consists of the k-th minibatches of all ranks."""
         self.ranks = ranks
         if ranks.count == 1:
             return
@@ -219,11 +222,11 @@ class MinibatchAlgorithm(BaseAlgorithm):
             self.graphs = None
 
     def _value_rate(self) -> float | None:
-        """Return the step size of what values alone depend on, where it has one of its own."""
+        """Return the learning rate of the critic, ``None`` if it has none of its own."""
         return None
 
     def _schedule_rate(self) -> None:
-        """Set the step size of an update; an adaptive one stays what it has become."""
+        """Set the learning rate of an update; an adaptive one is left as it is after warmup."""
         cfg, past = self.cfg, self.updates - self.policy_begins
         rate = cfg.learning_rate * (1.0 - self.progress) if cfg.lr_schedule == "linear" else cfg.learning_rate
         if 0 <= past < cfg.lr_warmup:
@@ -233,21 +236,21 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
     @property
     def _only_critic(self) -> bool:
-        """Whether the critic alone learns in this update."""
+        """Whether this update trains only the critic."""
         return self.updates < self.policy_begins
 
     @property
     def _keeps_statistics(self) -> bool:
-        return self._only_critic  # other ones would change how the policy acts
+        return self._only_critic  # new statistics would change the actions
 
     def _finish_update(self, rollout: TensorDictBase) -> None:
         super()._finish_update(rollout)
         self.updates += 1
 
     def _epoch(self, minibatches: Minibatches, meter: Meter) -> Generator[tuple[TensorDictBase, float], None, None]:
-        """Yield the minibatches of one pass over the data, with this rank's shares of them, for ``_step``.
+        """Yield ``(minibatch, share)`` for each ``_step`` of one epoch; ``share`` is this rank's part of it.
 
-        Where the gradient steps are replayed as CUDA graphs, they are done here, and nothing is left to yield.
+        With CUDA graphs, the gradient steps run here and nothing is yielded.
         """
         with self._gradient_steps(), self.policy.only_critic_learns() if self._only_critic else nullcontext():
             if self.graphs is not None and not self._only_critic:
@@ -259,19 +262,28 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
     @contextmanager
     def _gradient_steps(self) -> Iterator[None]:
-        """Compute inside the block as gradient steps do: in their precision, and without dropout."""
-        with self.optimizer.matmul_precision(), self.policy.without_dropout():
+        """Context of gradient steps: their matmul precision, no dropout, and all threads."""
+        two_networks = self.needs_critic and not self.optimizer.is_reduced  # autocast holds in one thread only
+        steps = self.policy.in_gradient_steps(self.cfg.batch_size) if two_networks else nullcontext()
+        with self.optimizer.matmul_precision(), self.policy.without_dropout(), steps:
             yield
 
     @abstractmethod
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of a minibatch and what is to be logged about it."""
+        """Return the loss of a minibatch and the metrics to log."""
+
+    def _prepare(self, batch: TensorDictBase, counts: bool) -> None:
+        """Hook that runs on each whole minibatch before it is split; does nothing by default.
+
+        ``counts`` is false if this rank has no rows in the minibatch, and ``batch`` is a placeholder.
+        """
 
     def _step(self, batch: TensorDictBase, meter: Meter, share: float = 1.0) -> None:
-        """Do one gradient step on a minibatch, or on this rank's ``share`` of it.
+        """Take one gradient step on a minibatch, of which this rank holds the fraction ``share``.
 
-        A CPU takes large minibatches in pieces, whose gradients add up to the same: memory traffic is what they cost.
+        On a CPU, gradients of a large minibatch are accumulated over smaller pieces, which reduces memory traffic.
         """
+        self._prepare(batch, share > 0.0)
         own = meter if self.ranks.count == 1 else Meter()
         rows, piece = batch.numel(), CPU_ROWS * torch.get_num_threads()
         in_pieces = rows > piece and batch.batch_dims == 1 and self.device.type == "cpu"
@@ -285,12 +297,12 @@ class MinibatchAlgorithm(BaseAlgorithm):
         meter.add({"grad_norm": self.optimizer.step()}, steps=1)
 
     def _rate_settings(self) -> dict[str, Any]:
-        """Return the settings that Adam's step size follows from, apart from what a schedule has made of it."""
+        """Return the settings that determine the learning rate."""
         warmup = {"lr_warmup": self.cfg.lr_warmup} if self.cfg.lr_warmup else {}
         return {"learning_rate": self.cfg.learning_rate, "lr_schedule": self.cfg.lr_schedule, **warmup}
 
     def _minibatches(self, data: TensorDictBase, rollout: TensorDictBase, valid: Tensor | None = None) -> Minibatches:
-        """Cut ``data`` into as many minibatches as those of all ranks would be cut into together."""
+        """Split ``data`` into minibatches; all ranks get the same number."""
         length: int | None = None
         if self.policy.is_recurrent:
             data.update(rollout.select("hidden", "done"))
@@ -304,10 +316,10 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
     @torch.no_grad()
     def _evaluate_again(self, minibatches: Minibatches, rollout: TensorDictBase) -> None:
-        """Let old log-probabilities and values be those that the update's own precision gives for the same weights.
+        """Compute old log-probabilities and values again, in the reduced precision of the update.
 
-        Without this, ratios would compare two precisions. What older weights collected stays as it is, except that the
-        decoupled loss compares with the present ones everywhere.
+        Otherwise, ratios would compare two precisions. Transitions of older weights are skipped, unless the loss is
+        decoupled, which compares with the current weights everywhere.
         """
         rows = minibatches.rows
         old = {name: rows[name].clone() for name in ("sample_log_prob", "value") if name in rows.keys()}  # noqa: SIM118
@@ -328,7 +340,7 @@ class MinibatchAlgorithm(BaseAlgorithm):
         rows.update(old)
 
     def _shuffled(self, minibatches: Minibatches) -> Iterator[tuple[Tensor, float]]:
-        """Yield the items of every minibatch of an epoch, and their share of its transitions over all ranks."""
+        """Yield the items of each minibatch of an epoch, and this rank's share of its transitions."""
         order = minibatches.draw()
         if self.validity_key is None or not self.policy.is_recurrent:
             shares = minibatches.shares(self.ranks.rank)
@@ -338,7 +350,7 @@ class MinibatchAlgorithm(BaseAlgorithm):
             weights = torch.tensor(counts, dtype=torch.float64)
             shares = (weights / self.ranks.sum(weights)).tolist()
         for chosen, share in zip(order, shares, strict=True):
-            # Where nothing is left for this rank, anything will do: its share is zero.
+            # An empty minibatch gets an arbitrary item, as its share is zero.
             yield chosen if chosen.numel() else chosen.new_zeros(1), share
 
     def state_dict(self) -> dict[str, Any]:
@@ -350,16 +362,16 @@ class MinibatchAlgorithm(BaseAlgorithm):
         self.updates = state.get("updates", self.policy_begins + self.cfg.lr_warmup)
         self.optimizer.load_state_dict(state["optimizer"])
         own = self._rate_settings()
-        if state.get("rate", own) != own:  # another step size or schedule was chosen: what the old one came to is over
+        if state.get("rate", own) != own:  # the settings have changed since: discard the scheduled learning rate
             self.optimizer.learning_rate = self.cfg.learning_rate
-        if self.graphs is not None:  # Adam's moments are in other memory now
+        if self.graphs is not None:  # Adam's state was reallocated
             self.graphs.forget()
 
 
 class ClippedAlgorithm(MinibatchAlgorithm):
-    """An algorithm that clips probability ratios, keeps the policy near a reference and follows schedules.
+    """An algorithm with clipped probability ratios, schedules, and an optional KL penalty to a reference policy.
 
-    ``update`` of a subclass prepares the data, lets ``_add_reference`` add to them, and steps through ``_epochs``.
+    ``update`` of a subclass prepares the data, calls ``_add_reference``, and calls ``_step`` for each of ``_epochs``.
     """
 
     cfg: ClippedCfg
@@ -367,21 +379,22 @@ class ClippedAlgorithm(MinibatchAlgorithm):
     def __init__(self, cfg: ClippedCfg, policy: Policy) -> None:
         super().__init__(cfg, policy)
         self.reference = _frozen_copy(policy) if cfg.kl_coef > 0.0 else None
-        """The policy as it was at first, which the trained one is kept near; what is not trained, they share."""
+        """Frozen copy of the initial policy for the KL penalty; parameters that are not trained are shared."""
         high = cfg.clip_coef if cfg.clip_coef_high is None else cfg.clip_coef_high
         self.clip = self._coefficient(cfg.clip_coef, cfg.clip_coef_final)
-        """The ratio counts down to 1 less this."""
+        """Lower clip range: ratios are clipped at ``1 - clip``."""
         self.clip_high = self._coefficient(high, cfg.clip_coef_final)
-        """The ratio counts up to 1 and this."""
+        """Upper clip range: ratios are clipped at ``1 + clip_high``."""
         self.ent_coef = self._coefficient(cfg.ent_coef, cfg.ent_coef_final)
         """Weight of the entropy bonus."""
+        self._warned_of_kl = False
 
     def _coefficient(self, first: float, final: float | None) -> Number:
-        """Return a coefficient: a tensor if it has a schedule, as CUDA graphs never look at a number again."""
+        """Return a coefficient: a tensor if it has a schedule, as CUDA graphs record plain numbers as constants."""
         return first if final is None else torch.tensor(first, device=self.device)
 
     def _schedule_coefficients(self) -> dict[str, float]:
-        """Set the coefficients that follow the progress of the training; return them."""
+        """Set and return the coefficients that depend on the training progress."""
         cfg, scheduled = self.cfg, {}
         if isinstance(self.ent_coef, Tensor) and cfg.ent_coef_final is not None:
             scheduled["ent_coef"] = _between(cfg.ent_coef, cfg.ent_coef_final, self.progress)
@@ -398,20 +411,20 @@ class ClippedAlgorithm(MinibatchAlgorithm):
             ranks.copy_first(self.reference)
 
     def _add_reference(self, data: TensorDictBase, rollout: TensorDictBase) -> None:
-        """Let the data know the log-probabilities that the reference gives to what was decided, if there is one."""
+        """Add ``reference_log_prob``, the log-probabilities under the reference policy, if there is one."""
         if self.reference is not None:
             with torch.no_grad(), self.optimizer.matmul_precision(), self.optimizer.autocast():
                 data["reference_log_prob"] = evaluate_rollout(self.reference, rollout)[0].float()
 
     def _reference_kl(self, log_prob: Tensor, batch: TensorDictBase) -> Tensor | None:
-        """Return ``KL(pi || pi_ref) = E[pi_ref / pi - 1 - log(pi_ref / pi)]`` ``[rows]``, estimates of 0 or more."""
+        """Return non-negative estimates ``[rows]`` of ``KL(pi || pi_ref) = E[pi_ref / pi - 1 - log(pi_ref / pi)]``."""
         if self.reference is None:
             return None
         log_r = log_ratio(batch["reference_log_prob"], log_prob, batch, self.cfg.log_prob_per)
         return per_decision(kl_estimate(log_r), batch)
 
     def _epochs(self, minibatches: Minibatches, meter: Meter) -> Generator[tuple[TensorDictBase, float], None, None]:
-        """Yield the minibatches of all epochs of an update, as schedules and ``target_kl`` want them, for ``_step``."""
+        """Yield ``(minibatch, share)`` for each ``_step`` of all epochs, or until ``target_kl`` is exceeded."""
         cfg = self.cfg
         self._schedule_rate()
         adapts = cfg.lr_schedule == "adaptive" and self.updates >= self.policy_begins + cfg.lr_warmup
@@ -420,12 +433,23 @@ class ClippedAlgorithm(MinibatchAlgorithm):
             epoch_kl = meter.end_epoch("approx_kl")
             if adapts:
                 self.optimizer.adapt_learning_rate(epoch_kl, cfg.desired_kl, cfg.lr_bounds)
-            if cfg.target_kl is not None and float(epoch_kl) > cfg.target_kl:  # this alone waits for a GPU
+            if cfg.target_kl is not None and float(epoch_kl) > cfg.target_kl:  # the only GPU synchronisation
                 break
 
     def _measures(self, meter: Meter) -> dict[str, float]:
-        """Return what is told of an update's gradient steps."""
-        return meter.means() | self.optimizer.rates() | {"epochs": float(meter.epochs)}
+        """Return the metrics of an update; log a warning once if its KL divergence is too large."""
+        means = meter.means()
+        if means.get("approx_kl", 0.0) > _LARGE_KL and not self._warned_of_kl:
+            self._warned_of_kl = True
+            _LOG.warning(
+                "an update changed the policy by a KL divergence of %.3g, from which it may not recover: lower "
+                "algorithm.cfg.learning_rate (now %.1e), %sor stop such updates early (target_kl: %g)",
+                means["approx_kl"],
+                self.optimizer.learning_rate,
+                "" if self.cfg.lr_warmup else "increase it gradually (lr_warmup: 10), ",
+                self.cfg.desired_kl,
+            )
+        return means | self.optimizer.rates() | {"epochs": float(meter.epochs)}
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -437,7 +461,7 @@ class ClippedAlgorithm(MinibatchAlgorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self.cfg.lr_schedule == "adaptive":  # its bounds may have been set otherwise since
+        if self.cfg.lr_schedule == "adaptive":  # the bounds may have changed
             low, high = self.cfg.lr_bounds
             self.optimizer.learning_rate = min(max(self.optimizer.learning_rate, low), high)
         if self.reference is not None:
@@ -450,7 +474,7 @@ class ClippedAlgorithm(MinibatchAlgorithm):
 
 
 def _frozen_copy(policy: Policy) -> Policy:
-    """Return a copy that does not learn; parameters that are not trained are no copies."""
+    """Return a frozen copy; parameters that are not trained are shared."""
     untrained: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
     return copy.deepcopy(policy, untrained).eval().requires_grad_(False)
 
@@ -472,7 +496,7 @@ register_algo, get_algo_class, get_registered_algo_names = ALGORITHMS.register, 
 def build_algo(
     name: str, cfg_kwargs: Mapping[str, Any], policy: Policy, device: torch.device | str | None = None
 ) -> BaseAlgorithm:
-    """Build an algorithm by name from its settings; ``device`` stands in for a setting that is not there."""
+    """Build an algorithm by name; ``device`` is the default of the setting ``device``."""
     algo_cls = get_algo_class(name)
     settings = dict(cfg_kwargs)
     if device is not None:

@@ -1,8 +1,8 @@
-"""Distillation: a student that sees little learns, in the states that it reaches, what a teacher that sees more does.
+"""Distillation: a student policy with limited observations learns from a teacher with privileged ones.
 
-The student acts; every state of its rollouts is labelled by the teacher's action, or by its whole distribution, and the
-student follows the gradient of the difference (DAgger without the memory of older rollouts). The teacher reads its own
-observations, such as the state of the simulation, and the student its own, such as cameras (``policy.actor_obs``).
+The student collects rollouts. The teacher labels every state with its action or its action distribution, and the
+student minimises the difference (DAgger without a dataset of older rollouts). Each uses its own observations: the
+teacher for example the simulation state, the student cameras (``policy.actor_obs``).
 """
 
 from contextlib import closing
@@ -36,45 +36,47 @@ KEYS = ("observation", "reward", "done")
 
 @configclass
 class DistillationCfg(MinibatchCfg):
-    """Configuration for distillation; settings about probability ratios, returns and entropy have no effect here."""
+    """Configuration for distillation; settings of probability ratios, returns and entropy have no effect."""
 
     n_epochs: Annotated[int, Field(ge=1)] = 4
-    """Passes over each rollout."""
+    """Number of passes over each rollout."""
     teacher: str = MISSING
-    """Run or checkpoint of the teacher, relative to the config's folder or to the working directory; of a run the best
-    checkpoint is taken."""
+    """Run (its best checkpoint) or checkpoint of the teacher, relative to the config's folder or the working
+    directory."""
     loss: Literal["kl", "mse", "nll"] = "kl"
-    """Difference that is learned from: the KL divergence from the teacher's distribution to the student's, the mean
-    squared error of the most likely actions, or minus the log-probability of the teacher's most likely action."""
+    """Loss: KL divergence from the teacher's to the student's distribution, mean squared error of the most likely
+    actions, or negative log-likelihood of the teacher's most likely action."""
     teacher_share: tuple[Fraction, Fraction] = (0.0, 0.0)
-    """Share of the envs in which the teacher acts in the student's place: at first, and in the end."""
+    """Fraction of the envs in which the teacher acts instead of the student: initial and final value."""
     teacher_until: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the training after which the latter is reached, by its last rollout at the latest; in between it
-    changes linearly."""
+    """Fraction of training after which teacher_share reaches its final value, linearly; at the latest in the last
+    rollout."""
     lr_schedule: Literal["constant", "linear"] = "constant"
-    """Step size: constant, or falling to zero over the training."""
+    """Learning rate: constant, or decreasing linearly to zero."""
 
     def located(self, folder: Path) -> Self:
-        """Return these settings with an absolute path of the teacher, so that a run is resumed from anywhere."""
+        """Return these settings with an absolute path of the teacher, so that a run can be resumed from anywhere."""
         if self.teacher is MISSING:
             raise ConfigError("teacher: expected the folder of a run or of a checkpoint, got none", "algorithm.cfg")
         return self.replace(teacher=find_beside(self.teacher, folder))
 
     def share_at(self, progress: float, rollout: float = 0.0) -> float:
-        """Return the share of the envs in which the teacher acts, after a share of the training; ``rollout`` is what
-        one rollout adds to it."""
+        """Return the fraction of envs in which the teacher acts at a training ``progress`` in [0, 1].
+
+        ``rollout`` is the progress per rollout.
+        """
         first, last = self.teacher_share
-        until = min(self.teacher_until, 1.0 - rollout)  # where the last rollout begins
+        until = min(self.teacher_until, 1.0 - rollout)  # at the latest when the last rollout starts
         return first if progress == 0.0 else first + (last - first) * min(1.0, progress / max(until, 1e-9))
 
 
 def mismatches(teacher: Teacher, observation_space: Any, action_space: Any, actions: Any = None) -> list[str]:
-    """Return what keeps a teacher from labelling an environment of these spaces, one line each."""
+    """Return messages about why a teacher cannot label an environment with these spaces."""
     here, problems = {entry.name: entry for entry in space_entries(observation_space)}, []
-    seen, policy = space_entries(teacher.observation_space), teacher.policy
+    needed, policy = space_entries(teacher.observation_space), teacher.policy
     if isinstance(policy, NetworkPolicy):
-        seen = [entry for entry in seen if entry in (*policy.encoder.vectors, *policy.encoder.images)]
-    for entry in seen:
+        needed = [entry for entry in needed if entry in (*policy.encoder.vectors, *policy.encoder.images)]
+    for entry in needed:
         name = entry.name or "the observation"
         if entry.name not in here:
             problems.append(f"observation {name} {list(entry.shape)}: the environment does not have it")
@@ -94,10 +96,10 @@ def mismatches(teacher: Teacher, observation_space: Any, action_space: Any, acti
 
 
 class Guided(Policy):
-    """The student as it acts while it is distilled: the teacher may decide in its place in the first envs.
+    """The policy that collects rollouts: the student, with the teacher acting in the first envs.
 
-    Its weights are those of both and the share of envs, so they reach collectors together. There are no values, as
-    nothing is learned from them.
+    Its state dict contains student, teacher and share of envs, so that collectors get all of them. Values are zero, as
+    distillation does not use them.
     """
 
     has_critic = False
@@ -105,12 +107,12 @@ class Guided(Policy):
 
     def __init__(self, student: Policy, teacher: Policy | None = None) -> None:
         super().__init__()
-        del self._buffers["version"]  # it is the student's
+        del self._buffers["version"]  # see the property
         self.student, self.teacher = student, teacher
         self.is_recurrent = student.is_recurrent
         self.register_buffer("share", torch.zeros((), device=student.device))
         self._rows: tuple[int, int] | None = None
-        self._place: Tensor | None = None  # the same on the device, which CUDA graphs read
+        self._place: Tensor | None = None  # _rows as a tensor, which CUDA graphs read
 
     @property
     def device(self) -> torch.device:
@@ -180,12 +182,12 @@ class Guided(Policy):
         return self.student.evaluate_sequences(obs, actions, state, start)
 
     def _guide(self, obs: Observation, action: Tensor) -> Tensor:
-        """Put the teacher's actions in the place of the student's in the first ``share`` of all envs."""
+        """Replace the student's actions by the teacher's in the first ``share`` of all envs."""
         if self.teacher is None:
             return action
         rows = action.shape[0]
         count = (self.share * rows).round()
-        if self._place is not None:  # groups that take turns have their part of what all have
+        if self._place is not None:  # this group's part of the envs in which the teacher acts
             count = (self.share * self._place[1]).round() - self._place[0]
         guided = torch.arange(rows, device=action.device) < count
         own = self.teacher.get_action(obs, deterministic=True)[0].to(action.dtype)
@@ -193,7 +195,7 @@ class Guided(Policy):
 
 
 class Distillation(MinibatchAlgorithm):
-    """Distillation on rollouts ``[num_envs, num_steps]`` of the student; ``teach`` hands it its teacher."""
+    """Distillation on rollouts ``[num_envs, num_steps]`` of the student; ``teach`` sets the teacher."""
 
     cfg_type: ClassVar[type[AlgorithmCfg]] = DistillationCfg
     cfg: DistillationCfg
@@ -208,14 +210,14 @@ class Distillation(MinibatchAlgorithm):
         self.digest = ""
         """Hash of the teacher's weights."""
         self.acting = Guided(policy)
-        self._shares: dict[int, float] = {}  # by version of the weights: rollouts may be of older ones
+        self._shares: dict[int, float] = {}  # by version of the weights, as rollouts may come from older ones
 
     @property
     def teacher_source(self) -> str:
         return self.cfg.teacher
 
     def teach(self, teacher: Teacher, env: VecEnv | None = None, actions: Any = None) -> None:
-        """Learn from this teacher; ``ConfigError`` if it does not fit ``env``, or the loss does not suit both."""
+        """Set the teacher; raise ``ConfigError`` if it does not fit ``env`` or the loss."""
         problems = [] if env is None else mismatches(teacher, env.observation_space, env.action_space, actions)
         if problems:
             raise ConfigError(problems, f"algorithm.cfg.teacher: {teacher.source}")
@@ -237,18 +239,18 @@ class Distillation(MinibatchAlgorithm):
         self._set_share(self.cfg.share_at(self.progress))
 
     def join(self, ranks: Ranks) -> None:
-        """Train the policy together with other processes, all of which have the same teacher."""
+        """Join distributed training; all ranks must have the same teacher."""
         super().join(ranks)
         digests = ranks.exchange(self.digest)
         if len(set(digests)) > 1:
             raise ConfigError("teacher: the ranks found different policies there: copy one to all machines", "ranks")
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
-        """Let the student imitate the teacher in the states of a rollout."""
+        """Train the student on the teacher's labels for the states of a rollout; return the metrics to log."""
         cfg = self.cfg
         rollout = self._take(rollout, KEYS)
 
-        # What the teacher does in every state that was reached
+        # Labels of the teacher for all states of the rollout
         data = rollout.select("observation")
         data["label"] = self._labels(rollout)
 
@@ -272,12 +274,12 @@ class Distillation(MinibatchAlgorithm):
         with self.optimizer.autocast():
             loss = self._difference(batch)
         measures, auxiliary = {"imitation_loss": loss}, self.policy.take_auxiliary_loss()
-        if auxiliary is not None:  # a loss of the policy's own
+        if auxiliary is not None:
             loss, measures["auxiliary_loss"] = loss + auxiliary, auxiliary
         return loss, measures
 
     def _difference(self, batch: TensorDictBase) -> Tensor:
-        """Return how far the student is from the teacher's labels, ``[]``."""
+        """Return the mean difference ``[]`` of the student from the teacher's labels."""
         policy, label = self.policy, batch["label"]
         if self.cfg.loss == "nll" or not isinstance(policy, NetworkPolicy):
             # L = -log pi(a_teacher | s)
@@ -291,7 +293,7 @@ class Distillation(MinibatchAlgorithm):
 
     @torch.no_grad()
     def _labels(self, rollout: TensorDictBase) -> Tensor:
-        """Return what the loss compares with, ``[num_envs, num_steps, ...]``: actions, or described distributions."""
+        """Return the teacher's labels ``[num_envs, num_steps, ...]``: actions, or descriptions of distributions."""
         if self.teacher is None:
             raise ConfigError("teacher: expected a policy to learn from: call teach() first", "algorithm.cfg")
         teacher, (num_envs, num_steps) = self.teacher.policy, rollout.batch_size
@@ -304,7 +306,7 @@ class Distillation(MinibatchAlgorithm):
         return torch.cat(parts).unflatten(0, (num_steps, num_envs)).transpose(0, 1)
 
     def _bounded(self, action: Tensor) -> Tensor:
-        """Return actions as the environment carries them out, in a range that the student can reach."""
+        """Clip actions to the action space, and to the range that the student can reach."""
         space = None if self.teacher is None else self.teacher.action_space
         if not isinstance(space, gym.spaces.Box):
             return action
@@ -314,16 +316,16 @@ class Distillation(MinibatchAlgorithm):
         return action.clamp(low, high)
 
     def _evaluate_again(self, minibatches: Minibatches, rollout: TensorDictBase) -> None:
-        """Nothing is compared with the precision in which rollouts were collected."""
+        """Not needed, as the loss uses no values of the rollout that depend on precision."""
 
     def _set_share(self, share: float) -> None:
-        """Let the teacher act in this share of the envs from the present version of the weights on."""
+        """Set the fraction of envs in which the teacher acts, from the current version of the weights on."""
         version = int(self.policy.version)
         self._shares = {v: s for v, s in self._shares.items() if v < version} | {version: share}
         self.acting.share.fill_(share)
 
     def _share_in(self, rollout: TensorDictBase) -> float:
-        """Return the share that a rollout was collected with, by the versions that did so."""
+        """Return the mean share with which a rollout was collected, by its policy versions."""
         newest, versions = max(self._shares), rollout.get("policy_version", None)
         if versions is None:
             return self._shares[newest]

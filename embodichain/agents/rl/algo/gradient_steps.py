@@ -1,4 +1,4 @@
-"""Gradient steps: Adam in a chosen precision, means over steps, and steps that are replayed as CUDA graphs."""
+"""Gradient steps: Adam with mixed precision, means of metrics, and steps that are replayed as CUDA graphs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,13 +18,13 @@ from embodichain.utils.cuda_graphs import Recorded, Recorder, record
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEARNING_RATE_STEP = 1.5
-"""Factor of one change of the adaptive step size."""
-_NARROW = 256  # columns up to which a part of the data is kept in the common table
-_SMALL = 1 << 26  # bytes up to which data are copied rather than looked up where they are
+"""Factor by which the adaptive learning rate changes."""
+_NARROW = 256  # maximum width of tensors in the common table
+_SMALL = 1 << 26  # maximum size in bytes of tensors that are copied rather than used in place
 
 
 class Meter:
-    """Means over gradient steps, added up on the device and read once."""
+    """Averages metrics over gradient steps; sums stay on the device and are read once."""
 
     def __init__(self) -> None:
         self.epochs = 0
@@ -32,17 +32,17 @@ class Meter:
         self._sums: dict[str, Tensor] = {}
         self._epoch_steps = 0
         self.epoch_sums: dict[str, Tensor] = {}
-        """Sums over the steps of the epoch under way."""
+        """Sums over the steps of the current epoch."""
 
     def add(self, measures: dict[str, Tensor], weight: float = 1.0, steps: int = 0) -> None:
-        """Take in scalars of a piece of a minibatch with its weight, or the sums of whole ``steps``."""
+        """Add scalars of a part of a minibatch with its weight, or the sums over whole ``steps``."""
         for name, value in measures.items():
             part = value.detach().float() if weight == 1.0 else value.detach().float() * weight
             self.epoch_sums[name] = self.epoch_sums[name] + part if name in self.epoch_sums else part
         self._epoch_steps += steps
 
     def end_epoch(self, name: str) -> Tensor:
-        """Close an epoch and return the mean ``[]`` of one scalar in it."""
+        """End an epoch and return the mean ``[]`` of one scalar in it."""
         mean = self.epoch_sums[name] / self._epoch_steps
         for key, value in self.epoch_sums.items():
             self._sums[key] = self._sums[key] + value if key in self._sums else value
@@ -52,7 +52,7 @@ class Meter:
         return mean
 
     def means(self) -> dict[str, float]:
-        """Return the mean of every scalar over all epochs; this waits for the device once."""
+        """Return the mean of every scalar over all epochs; synchronises with the device once."""
         if not self._sums:
             return {}
         values = (torch.stack(list(self._sums.values())) / self._steps).tolist()
@@ -60,12 +60,13 @@ class Meter:
 
 
 class PolicyOptimizer:
-    """Adam with a bound on the gradient's norm, and mixed precision where it is wanted.
+    """Adam with gradient clipping and optional mixed precision.
 
-    ``weight_decay`` is decoupled from the gradient, as in AdamW. What values of the policy alone depend on may have a
-    step size of its own, ``value_rate``: it always is the same multiple of the other one.
+    ``weight_decay`` is decoupled from the gradient, as in AdamW. ``value_rate`` is the initial learning rate of the
+    critic; its ratio to that of the policy stays constant.
 
-    On a GPU step sizes are tensors: a schedule changes them without a wait, and a CUDA graph can contain the step.
+    On a GPU, learning rates are tensors, so that schedules change them without synchronising and CUDA graphs can
+    contain the step.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class PolicyOptimizer:
         self._value_rate: Tensor | None = None
         if on_gpu and value_rate is not None:
             self._value_rate = torch.tensor(value_rate, device=device)
-        self._is_of_value: list[bool] = []  # of each group
+        self._is_of_value: list[bool] = []  # for each parameter group
         groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
         for name, parameter in trained.items():
             is_of_value = value_rate is not None and isinstance(policy, Policy) and policy.in_critic(name)
@@ -109,7 +110,7 @@ class PolicyOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Adam's present step size."""
+        """The current learning rate."""
         return self._host_rate if self._rate is None else float(self._rate)
 
     @learning_rate.setter
@@ -122,13 +123,13 @@ class PolicyOptimizer:
             self._follow_rate()
 
     def rates(self) -> dict[str, float]:
-        """Return the present step sizes by name; on a GPU this waits."""
+        """Return the current learning rates by name; synchronises with a GPU."""
         own, first = self.learning_rate, self._first_rates
         has_two = any(self._is_of_value)
         return {"learning_rate": own} | ({"value_learning_rate": first[1] * (own / first[0])} if has_two else {})
 
     def _point_to_rates(self) -> None:
-        """Let each group have its step size: a number, or on a GPU one of two tensors."""
+        """Set the learning rate of each parameter group: a number, or on a GPU one of two tensors."""
         first = self._first_rates
         rates: tuple[Any, Any] = self._rate, self._value_rate
         if self._rate is None:
@@ -137,14 +138,14 @@ class PolicyOptimizer:
             group["lr"] = rates[is_of_value]
 
     def _follow_rate(self) -> None:
-        """Let the values' step size on a GPU be the same multiple of the other one as at first."""
+        """On a GPU, scale the critic's learning rate by the same factor as the policy's."""
         if self._rate is not None and self._value_rate is not None:
             self._value_rate.copy_(self._rate / self._first_rates[0] * self._first_rates[1])
 
     def adapt_learning_rate(self, kl: Tensor, desired_kl: float, bounds: tuple[float, float]) -> None:
-        """Lower the step size after an epoch that moved the policy too far, raise it after one that hardly did.
+        """Lower the learning rate if the KL divergence of an epoch is above ``2 desired_kl``, raise it if below half.
 
-        A bound ends this; a step size that lies beyond it already stays there, and never moves the other way.
+        The result is limited to ``bounds``, but a learning rate outside them is not moved in the opposite direction.
         """
         if self._rate is not None:
             self._rate.copy_(adapted_rate(self._rate, kl, desired_kl, bounds))
@@ -157,18 +158,18 @@ class PolicyOptimizer:
             self.learning_rate = max(rate, min(bounds[1], rate * LEARNING_RATE_STEP))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which networks run in the chosen precision."""
+        """Return the autocast context of the chosen precision."""
         dtype = _AUTOCAST.get(self.precision, torch.float32)
         return torch.autocast(self.device_type, dtype, enabled=self.precision in _AUTOCAST)
 
     @property
     def is_reduced(self) -> bool:
-        """Whether networks compute less precisely here than where they collect."""
+        """Whether the update uses a lower precision than the collector."""
         return self.precision in _AUTOCAST or (self.precision == "tf32" and self._rate is not None)
 
     @contextmanager
     def matmul_precision(self) -> Iterator[None]:
-        """Let float32 products, backwards too, use the GPU's TF32 units inside the block, if that was chosen."""
+        """Use TF32 for float32 products inside the block, also in the backward pass, if the precision is ``tf32``."""
         if self.precision != "tf32" or self._rate is None:
             yield
             return
@@ -184,11 +185,11 @@ class PolicyOptimizer:
                 backend.fp32_precision = precision
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Add the gradient of ``weight * loss`` to what has been gathered since the last step."""
+        """Accumulate the gradient of ``weight * loss``."""
         self.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
 
     def step(self) -> Tensor:
-        """Follow the gathered gradient; return its norm before clipping, ``[]``."""
+        """Take a step with the accumulated gradient; return its norm before clipping, ``[]``."""
         self.scaler.unscale_(self.adam)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm, foreach=True)
         self.scaler.step(self.adam)
@@ -197,15 +198,15 @@ class PolicyOptimizer:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return Adam's moments and step size, and the loss scale; the same data whatever the device and the groups."""
+        """Return Adam's state, learning rate and loss scale, independent of the device and parameter groups."""
         moments = {i: self.adam.state[p] for i, p in enumerate(self.parameters) if p in self.adam.state}
         group = {**self.adam.state_dict()["param_groups"][0], "lr": self.learning_rate}
         group |= {"params": list(range(len(self.parameters)))}
         return {"adam": {"state": moments, "param_groups": [group]}, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
-        [saved], own = state["adam"]["param_groups"], self.adam.state_dict()  # settings of groups are the config's
+        """Restore the state from ``state_dict``."""
+        [saved], own = state["adam"]["param_groups"], self.adam.state_dict()  # group settings come from the config
         if len(saved["params"]) != len(self.parameters):
             there, here = len(saved["params"]), len(self.parameters)
             raise CheckpointError(
@@ -217,7 +218,7 @@ class PolicyOptimizer:
         own["state"] = {place: moments[i] for place, i in enumerate(order) if i in moments}
         self.adam.load_state_dict(own)
         self.scaler.load_state_dict(state["scaler"])
-        self._point_to_rates()  # Adam has copies of tensors now
+        self._point_to_rates()  # loading has replaced the tensors by copies
         self.learning_rate = saved["lr"]
         for parameter, values in self.adam.state.items():
             shapes = {name: value.shape for name, value in values.items()}
@@ -227,22 +228,22 @@ class PolicyOptimizer:
 
 
 def _decays(name: str, parameter: Tensor) -> bool:
-    """Tell whether weight decay is for this parameter: no bias, scale of a norm or logarithm of a deviation."""
+    """Return whether weight decay applies to this parameter: not to biases, norms and log standard deviations."""
     return parameter.ndim > 1 and not name.endswith("log_std")
 
 
 def adapted_rate(rate: Tensor, kl: Tensor, desired_kl: float, bounds: tuple[float, float]) -> Tensor:
-    """Return the step size ``[]`` after an epoch that moved the policy by ``kl`` ``[]``, without waiting for either."""
+    """Return the adapted learning rate ``[]`` after an epoch with a KL divergence ``[]``, without synchronising."""
     lower = torch.minimum(rate, (rate / LEARNING_RATE_STEP).clamp(min=bounds[0]))
     higher = torch.maximum(rate, (rate * LEARNING_RATE_STEP).clamp(max=bounds[1]))
     return torch.where(kl > 2.0 * desired_kl, lower, torch.where(kl < 0.5 * desired_kl, higher, rate))
 
 
 class StaticRows:
-    """The data of one update at fixed addresses: small parts are copied into rows for one gather, large ones stay."""
+    """Data of one update at fixed addresses: narrow tensors share one table for a single gather, large ones stay."""
 
     def __init__(self, minibatches: Minibatches, own: bool) -> None:
-        """Take the data; with ``own`` large parts are copied too, because they keep moving."""
+        """Store the data; ``own`` copies large tensors, too, because their addresses change."""
         self.minibatches = minibatches
         leaves = dict(sorted_leaves(minibatches.rows))
         self._columns = _side_by_side(leaves)
@@ -275,7 +276,7 @@ class StaticRows:
         return batch
 
     def take(self, minibatches: Minibatches) -> bool:
-        """Take the data of the next update, if they have the same shapes and those that were not copied stay put."""
+        """Store the data of the next update; return ``False`` if shapes, or addresses of uncopied tensors, differ."""
         leaves = dict(sorted_leaves(minibatches.rows))
         if minibatches.layout != self.minibatches.layout or leaves.keys() != self._parts.keys():
             return False
@@ -291,7 +292,7 @@ class StaticRows:
 
 
 def _side_by_side(leaves: dict[tuple[str, ...], Tensor]) -> dict[tuple[str, ...], slice]:
-    """Return the columns of a table for all narrow parts of numbers, vectors first: those stay aligned."""
+    """Assign table columns to all narrow float32 tensors, the widest first, which keeps them aligned."""
     widths = {p: x.shape[1:].numel() for p, x in leaves.items() if x.dtype == torch.float32 and x.ndim <= 2}
     columns, first = {}, 0
     for path in sorted((p for p in widths if widths[p] <= _NARROW), key=lambda path: -widths[path]):
@@ -303,8 +304,8 @@ def _side_by_side(leaves: dict[tuple[str, ...], Tensor]) -> dict[tuple[str, ...]
 class GraphedSteps:
     """Gradient steps replayed as CUDA graphs: gather, forward, backward, clip and Adam in one launch.
 
-    Shapes and addresses are fixed: data are copied, the order of rows is an input, and each size of minibatch has a
-    graph. Where a loss weighs transitions, minibatches are filled up with some of no weight, and one size does.
+    Shapes and addresses are fixed: data is copied, the order of rows is an input, and each minibatch size has its own
+    graph. If the loss has a validity mask, minibatches are padded with invalid transitions to a single size.
     """
 
     def __init__(
@@ -313,16 +314,16 @@ class GraphedSteps:
         optimizer: PolicyOptimizer,
         validity_key: str | None = None,
     ) -> None:
-        """Prepare to replay ``step``; ``validity_key`` names the part of a minibatch that weighs its transitions."""
+        """Create a replayer of ``step``; ``validity_key`` is the key of the mask of valid transitions, if any."""
         self._step, self._optimizer, self._validity_key = step, optimizer, validity_key
         self._recorder = Recorder("the update runs")
-        self._graphs: dict[int, tuple[Recorded[None], Tensor]] = {}  # by size: the graph and the items it gathers
+        self._graphs: dict[int, tuple[Recorded[None], Tensor]] = {}  # by size: graph and its input, the items
         self._rows: StaticRows | None = None
         self._names: list[str] = []
         self._sums: Tensor | None = None
 
     def run_epoch(self, minibatches: Minibatches) -> tuple[dict[str, Tensor], int]:
-        """Do one pass over the data; return the sums of all measures and the number of steps."""
+        """Run one epoch; return the sums of all metrics and the number of steps."""
         rows, order = self._load(minibatches), minibatches.draw()
         if self._sums is not None:
             self._sums.zero_()
@@ -334,12 +335,12 @@ class GraphedSteps:
         return dict(zip(self._names, self._sums.clone().unbind(), strict=True)), len(order)
 
     def forget(self) -> None:
-        """Record anew: parameters or Adam's moments have moved."""
+        """Discard the graphs, because parameters or Adam's state have moved in memory."""
         self._graphs.clear()
         self._recorder.calls = 0
 
     def _replay(self, rows: StaticRows, chosen: Tensor) -> bool:
-        """Do a step by its graph, if it has one or can be given one."""
+        """Run a step by its graph, which is captured if necessary; return ``False`` if that is not possible."""
         size = chosen.numel() if self._validity_key is None else rows.minibatches.largest
         if not self._recorder.ready or (size not in self._graphs and not self._record(rows, size)):
             return False
@@ -361,7 +362,7 @@ class GraphedSteps:
         return True
 
     def _do(self, rows: StaticRows, chosen: Tensor) -> None:
-        """Do a step on these items and add what was measured to the sums."""
+        """Run a step on these items and add its metrics to the sums."""
         meter = Meter()
         self._step(self._gather(rows, chosen), meter)
         values = torch.stack(list(meter.epoch_sums.values()))
@@ -370,7 +371,7 @@ class GraphedSteps:
         self._sums.add_(values)
 
     def _gather(self, rows: StaticRows, chosen: Tensor) -> TensorDict:
-        """Return a minibatch; an item of -1 stands for none: it is there, but does not count."""
+        """Return a minibatch; items of -1 are padding, marked as invalid."""
         if self._validity_key is None:
             return rows.gather(chosen)
         batch = rows.gather(chosen.clamp(min=0))
@@ -378,7 +379,7 @@ class GraphedSteps:
         return batch
 
     def _load(self, minibatches: Minibatches) -> StaticRows:
-        """Bring the data of an update to where the graphs look for them."""
+        """Copy the data of an update to the addresses that the graphs read."""
         recorder, rows = self._recorder, self._rows
         if recorder.possible and self._optimizer.precision == "fp16":
             recorder.give_up("the loss scale of fp16 depends on what came before; bf16 needs none")

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: no critic; envs that begin in the same state are each other's baseline."""
+"""Group Relative Policy Optimisation (GRPO): without a critic; envs that start in the same state form the baseline."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from embodichain.errors import ConfigError
 
 KEYS = ("observation", "action", "reward", "done", "sample_log_prob")
 LOSS_KEYS = ("observation", "action", "sample_log_prob", "advantage", "num_actions", "decision")
-"""The last one is there for chunks only."""
+"""Keys that the loss reads; ``num_actions`` exists for action chunks only, ``decision`` for ``has_decision`` only."""
 
 
 def _needs_common_start(reset: bool) -> bool:
@@ -44,23 +44,22 @@ class GRPOCfg(ClippedCfg):
     """Configuration for GRPO."""
 
     kl_coef: NotNegative = 0.0
-    """Weight of the KL divergence to the policy as it was at first; 0 needs no such reference."""
+    """Weight of the KL divergence to the initial policy; 0 keeps no copy of it."""
     group_size: Annotated[int, Field(ge=2)] = 4
-    """Envs that begin in the same state and are compared with each other; num_envs is a multiple of it."""
+    """Number of envs that start in the same state and are compared with each other; it must divide num_envs."""
     eps: Positive = 1e-8
-    """Added to the standard deviation that returns are divided by."""
+    """Added to the standard deviation by which returns are divided."""
     reset_every_rollout: Annotated[bool, AfterValidator(_needs_common_start)] = True
-    """Each rollout begins with new episodes, the same one in all envs of a group; there is no other way."""
+    """Each rollout starts with new episodes, the same in all envs of a group; must be true."""
     truncate_at_first_done: bool = True
-    """Whether what follows the first end of an episode in a rollout is left out."""
+    """Whether to ignore transitions after the first episode of each env in a rollout."""
     advantage: Literal["step", "trajectory"] = "step"
-    """Compare, in a group, the returns that follow each step, or those of whole trajectories. The unit is the spread
-    in the whole group either way, so a step that decides little counts little."""
+    """Compare, within a group, the returns from each step on, or the returns of whole trajectories. Both are divided by
+    the standard deviation over the whole group."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What returns are compared with: the mean of the group, or that of its other members."""
+    """Baseline of returns: the mean of the group, or of its other members."""
     normalize_advantage: bool = True
-    """Whether advantages are divided by the spread of returns in the group; without, groups that differ more count
-    more."""
+    """Whether to divide advantages by the standard deviation of the group's returns."""
 
 
 class GRPO(ClippedAlgorithm):
@@ -69,7 +68,7 @@ class GRPO(ClippedAlgorithm):
     cfg_type: ClassVar[type[AlgorithmCfg]] = GRPOCfg
     cfg: GRPOCfg
     validity_key = "valid"
-    one_version_per_rollout = True  # members of a group are compared: they must come from one policy
+    one_version_per_rollout = True  # members of a group must come from the same policy
 
     def __init__(self, cfg: GRPOCfg, policy: Policy) -> None:
         super().__init__(cfg, policy)
@@ -79,29 +78,32 @@ class GRPO(ClippedAlgorithm):
         check_groups(num_envs, self.cfg.group_size)
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
-        """Improve the policy by a rollout ``[num_envs, num_steps]``; adds ``advantage`` and ``return`` to it."""
+        """Train the policy on a rollout ``[num_envs, num_steps]``, and return the metrics to log.
+
+        Adds ``advantage`` and ``return`` to the rollout.
+        """
         cfg = self.cfg
         rollout = self._take(rollout, KEYS)
 
         # R_t = r_t + gamma R_{t+1} until the episode ends: GAE with lambda = 1 and no values
         done = rollout["done"]
         reward, gamma = reward_and_discount(rollout, cfg.gamma)
-        nothing = torch.zeros_like(reward)
-        rollout["return"] = compute_gae(reward, nothing, nothing, done, done, gamma, 1.0)[1]
+        zeros = torch.zeros_like(reward)
+        rollout["return"] = compute_gae(reward, zeros, zeros, done, done, gamma, 1.0)[1]
 
-        # A_t = (R_t - mean R_t) / (std R + eps) over a group; one without any spread of returns is left out
+        # A_t = (R_t - mean R_t) / (std R + eps) over a group; groups with equal returns are skipped
         valid = until_first_done(done) if cfg.truncate_at_first_done else torch.ones_like(done)
         rollout["advantage"], spread = group_advantage(rollout["return"], valid, cfg)
         valid = valid & spread.repeat_interleave(cfg.group_size).unsqueeze(1)
 
-        # What the loss needs; for rollouts older than the policy also log-probabilities of the present one
+        # Inputs of the loss; for rollouts of an older policy also log-probabilities of the current one
         data = rollout.select(*LOSS_KEYS, strict=False)
         data["valid"] = valid
         self._add_reference(data, rollout)
         proximal = None
         if cfg.correction == "decoupled":
-            proximal = Proximal.of(self.policy, rollout, cfg.batch_size)  # as precisely as it was collected
-            proximal.decouple(data, cfg.max_importance_weight, cfg.log_prob_per)
+            proximal = Proximal.of(self.policy, rollout, cfg.batch_size)  # in the precision of the collector
+            data["advantage"] = data["advantage"] * proximal.decouple(data, cfg.max_importance_weight, cfg.log_prob_per)
 
         # Epochs of gradient steps on shuffled minibatches
         meter, scheduled = Meter(), self._schedule_coefficients()
@@ -137,7 +139,7 @@ class GRPO(ClippedAlgorithm):
             measures["reference_kl"] = (reference_kl * weight).sum()
             loss = loss + cfg.kl_coef * measures["reference_kl"]
 
-        # + a loss of the policy's own
+        # + L_auxiliary
         auxiliary = self.policy.take_auxiliary_loss()
         if auxiliary is not None:
             loss, measures["auxiliary_loss"] = loss + auxiliary, auxiliary
@@ -157,12 +159,12 @@ def check_groups(num_envs: int, group_size: int) -> None:
 
 @dataclass(frozen=True)
 class GroupReset:
-    """Resets to new episodes, the same one in all envs of a group."""
+    """Resets all envs so that those of a group start in the same state."""
 
     group_size: int
 
     def __call__(self, env: VecEnv) -> Observation:
-        """Return the observation that all envs begin with."""
+        """Reset the environment and return the first observation."""
         check_groups(env.num_envs, self.group_size)
         _, info = env.reset()
         leader = torch.arange(env.num_envs, device=env.device) // self.group_size * self.group_size
@@ -172,28 +174,28 @@ class GroupReset:
 
 
 def until_first_done(done: Tensor) -> Tensor:
-    """Return which transitions ``[num_envs, num_steps]`` lie in the first episode of the rollout."""
+    """Return a mask ``[num_envs, num_steps]`` of the transitions in the first episode of each env."""
     return (done.long().cumsum(1) - done.long()) == 0
 
 
 def group_advantage(returns: Tensor, valid: Tensor, cfg: GRPOCfg) -> tuple[Tensor, Tensor]:
-    """Return advantages ``[num_envs, num_steps]`` and which groups ``[num_groups]`` have any spread of returns.
+    """Return advantages ``[num_envs, num_steps]`` and a mask ``[num_groups]`` of groups whose returns differ.
 
-    ``A_t = (R_t - mean R_t) / (std R + eps)`` for the valid members of a group: of each step's return, or, the same for
-    all steps, of the trajectory's. The mean is that of a step, the baseline of whoever got there. The standard
-    deviation is that of all steps of the group: one for each step would give those at the end of a rollout, where
-    hardly any reward is left to differ, and those that few reach, the weight of the others. Without
-    ``normalize_advantage`` nothing is divided by; ``leave_one_out`` compares with the mean of the other members.
+    ``A_t = (R_t - mean R_t) / (std R + eps)`` over the valid members of a group, for the return of each step or of the
+    whole trajectory. The mean is computed per step. The standard deviation is computed over all steps of the group: one
+    per step would give steps near the end, whose returns hardly differ, and steps that few members reach, the same
+    weight as the others. Without ``normalize_advantage`` there is no division. ``leave_one_out`` subtracts the mean of
+    the other members.
     """
     grouped = returns.unflatten(0, (-1, cfg.group_size))
     weight = valid.unflatten(0, (-1, cfg.group_size)).float()
-    if cfg.advantage == "trajectory":  # the return of a whole trajectory counts however short it was
+    if cfg.advantage == "trajectory":  # all trajectories have the same weight, whatever their length
         grouped, weight = grouped[..., :1], torch.ones_like(weight[..., :1])
     count = weight.sum(1, keepdim=True)
     mean = (grouped * weight).sum(1, keepdim=True) / count.clamp(min=1.0)
     squares = (grouped - mean).square() * weight
     std = (squares.sum((1, 2), keepdim=True) / weight.sum((1, 2), keepdim=True)).sqrt()
-    differs = std > 1e-6 * (1.0 + mean.abs().amax(2, keepdim=True))  # less than that is rounding
+    differs = std > 1e-6 * (1.0 + mean.abs().amax(2, keepdim=True))  # beyond rounding errors
     deviation = grouped - mean
     if cfg.baseline == "leave_one_out":  # R - (n mean - R) / (n - 1) = (R - mean) n / (n - 1)
         deviation = deviation * (count / (count - 1.0).clamp(min=1.0))

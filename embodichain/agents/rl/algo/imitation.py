@@ -1,4 +1,4 @@
-"""Learning from demonstrations: a policy imitates chunks of a stream or of a recording; reinforcement may follow."""
+"""Imitation learning: a policy learns from chunks of demonstrations, streamed or recorded."""
 
 import math
 from typing import Any, Literal
@@ -20,49 +20,49 @@ from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import ConfigError, ObservationError, RolloutError
 
 MASK = "mask"
-"""The key of chunks that tells frames (True) from padding (False), ``[batch, n]``."""
+"""Key of a mask ``[batch, n]`` that is true for frames and false for padding."""
 PADDED, PAST = "action_is_pad", "observation_is_pad"
-"""Keys of padded chunks of an ``OnlineDataset``: True for repeated actions, and where there are past observations."""
+"""Keys of chunks of an ``OnlineDataset``: masks of padded actions, and of padded past observations."""
 _USUAL_STEPS = 1000
 _BY_INSTRUCTION = "{instruction}"
 
 
 @configclass
 class ImitationCfg(Config):
-    """How a policy imitates."""
+    """Configuration for imitation learning."""
 
     batch_size: Count = 256
-    """Chunks per gradient step, where a run draws them."""
+    """Chunks per gradient step."""
     learning_rate: Positive = 1e-3
-    """Largest step size of AdamW."""
+    """Maximum learning rate of AdamW."""
     total_steps: Count | None = None
-    """Gradient steps over which the step size falls to a tenth, along a cosine; default: those of the run, and 1000
-    where there is none."""
+    """Gradient steps over which the learning rate decreases to a tenth, along a cosine; default: those of the run, or
+    1000 without a run."""
     warmup_steps: Count = 50
-    """Gradient steps over which it rises to its largest value."""
+    """Gradient steps over which the learning rate increases to its maximum."""
     weight_decay: NotNegative = 1e-4
     """Weight decay of AdamW."""
     max_grad_norm: Positive = 1.0
-    """The gradient is scaled down to this norm when it is longer."""
+    """Maximum norm of the gradient, for clipping."""
     mixed_precision: Literal["off", "bf16"] = "off"
-    """Whether networks compute in bfloat16; weights stay float32."""
+    """Precision of networks: off (float32) or bf16; weights stay float32."""
     sequence_length: Size = 16
-    """Steps of the sequences that a recurrent policy learns from; its state is new at their beginning."""
+    """Steps per training sequence of a recurrent policy; each starts with the initial state."""
     points: tuple[str, ...] = ()
-    """For models that point: keys of what they point at, such as ``object/pos``. ``goal/{instruction}`` is the one of
-    the entries below ``goal`` whose name is a word of the instruction."""
+    """For models with num_points: observation keys to predict, such as ``object/pos``. ``goal/{instruction}`` is the
+    entry below ``goal`` whose name occurs in the instruction."""
     point_coef: NotNegative = 0.5
-    """Weight of the error in pointing, for models that point."""
+    """For models with num_points: weight of their prediction loss."""
 
 
 class Imitation:
     """Supervised learning of a policy on chunks ``[batch, n]`` of demonstrations.
 
-    The policy sees the first observation of a chunk and learns its actions; if its own chunks are longer than ``n``,
-    their remaining actions do not count, nor do frames that ``mask`` or ``action_is_pad`` ``[batch, n]`` marks as
-    padding. A recurrent policy sees all observations. Of a Gaussian the mean is trained and the spread stays.
-    Observations are normalised by the demonstrations, also when reinforcement takes over: other statistics would change
-    the clone.
+    The policy learns the actions of a chunk from its first observation; a recurrent policy uses all observations. If
+    the policy's chunks are longer than ``n``, their remaining actions are ignored, and so are frames that ``mask`` or
+    ``action_is_pad`` ``[batch, n]`` mark as padding. For a Gaussian only the mean is trained. The statistics of
+    observations come from the demonstrations and stay frozen in later reinforcement learning, as new ones would change
+    the actions.
     """
 
     def __init__(self, cfg: ImitationCfg, policy: Policy) -> None:
@@ -89,11 +89,14 @@ class Imitation:
 
     @property
     def chunk_size(self) -> int:
-        """Steps of the chunks to learn from: the policy's own, or sequences for a recurrent one."""
+        """Maximum length of chunks: the policy's chunk size, or ``sequence_length`` for a recurrent one."""
         return self.cfg.sequence_length if self.policy.is_recurrent else self.policy.chunk_size
 
     def update(self, chunks: TensorDictBase, points: Tensor | None = None) -> dict[str, Tensor]:
-        """Do one gradient step on ``[batch, n]`` and return losses; a model should point at ``[batch, num_points]``."""
+        """Take one gradient step on chunks ``[batch, n]`` and return the losses.
+
+        ``points`` ``[batch, num_points]`` are the labels of a model with ``num_points``.
+        """
         policy, length = self.policy, chunks.batch_size[1] if chunks.batch_dims == 2 else 0
         if not 0 < length <= self.chunk_size:
             expected = f"[batch, 1 to {self.chunk_size}]"
@@ -104,7 +107,7 @@ class Imitation:
         obs, action = obs.to(policy.device), chunks["action"].to(policy.device)
         valid = _valid(chunks)
         valid = valid if valid is None else valid.to(policy.device)
-        self._take_in(obs if valid is None or not policy.is_recurrent else obs[valid])
+        self._update_statistics(obs if valid is None or not policy.is_recurrent else obs[valid])
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=self.cfg.mixed_precision == "bf16"):
             error, pointed = self._error(obs, action, valid)
         loss = action_loss = error.float().mean()
@@ -124,11 +127,11 @@ class Imitation:
         return losses
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimiser's state and how far it came."""
+        """Return the state of optimiser and schedule."""
         return {"optimizer": self.optimizer.state_dict(), "schedule": {"last_epoch": self.schedule.last_epoch}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Restore the state from ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.last_epoch = int(state["schedule"]["last_epoch"])
         for group in self.optimizer.param_groups:
@@ -136,11 +139,11 @@ class Imitation:
 
     @property
     def learning_rate(self) -> float:
-        """The step size of the next gradient step."""
+        """The learning rate of the next gradient step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _take_in(self, obs: Observation) -> None:
-        """Let the statistics of observations, which are frozen otherwise, take these in."""
+    def _update_statistics(self, obs: Observation) -> None:
+        """Update the statistics of observations, which are frozen otherwise."""
         for normalizer in self.normalizers:
             normalizer.frozen = False
         if self.model is not None:
@@ -151,13 +154,13 @@ class Imitation:
             normalizer.frozen = True
 
     def _error(self, obs: Any, action: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the error ``[batch]`` of choosing the actions, and what a model points at."""
+        """Return the imitation loss ``[batch]`` of the actions, and the predicted points."""
         if self.model is not None:
             return self.model.imitation_loss(obs, action, valid, generator=self.policy.generator)
         return self.policy.imitation_loss(obs, action, valid), None
 
     def _labels(self, obs: TensorDictBase) -> Tensor:
-        """Return where what ``points`` names is, ``[batch, num_points]``."""
+        """Return the observations that ``points`` names, ``[batch, num_points]``."""
         return torch.cat([_named(obs, name).flatten(1).float() for name in self.cfg.points], dim=1)
 
     def _point_loss(self, pointed: Tensor, points: Tensor | None) -> Tensor:
@@ -170,13 +173,13 @@ class Imitation:
         return (pointed - normalizer(labels)).abs().sum(-1).mean()
 
     def _scale(self, step: int) -> float:
-        """Return the factor on the step size: a rise, then a cosine to a tenth."""
+        """Return the factor of the learning rate: linear warmup, times a cosine from 1 to a tenth."""
         share = min(1.0, step / (self.cfg.total_steps or _USUAL_STEPS))
         return min(1.0, (step + 1) / self.cfg.warmup_steps) * (0.1 + 0.45 * (1.0 + math.cos(math.pi * share)))
 
 
 def _valid(chunks: TensorDictBase) -> Tensor | None:
-    """Return which frames ``[batch, n]`` are no padding; None: all of them."""
+    """Return a mask ``[batch, n]`` of frames that are not padding; ``None`` if there is no padding."""
     keys = chunks.keys()
     valid = [chunks[MASK]] if MASK in keys else []
     valid += [~chunks[PADDED]] if PADDED in keys else []
@@ -184,7 +187,7 @@ def _valid(chunks: TensorDictBase) -> Tensor | None:
 
 
 def _named(obs: TensorDictBase, name: str) -> Tensor:
-    """Return one entry ``[batch, ...]`` of observations; the one that the instruction names for ``{instruction}``."""
+    """Return one entry ``[batch, ...]`` of observations; ``{instruction}`` selects the one the instruction names."""
     path = tuple(name.split("/"))
     if path[-1] != _BY_INSTRUCTION:
         return entry_of(obs, path)
@@ -194,8 +197,8 @@ def _named(obs: TensorDictBase, name: str) -> Tensor:
     chosen: Tensor | None = None
     for word in sorted(group.keys()):
         letters = torch.tensor(list(word.encode()), dtype=instruction.dtype, device=instruction.device)
-        is_said = (instruction.unfold(-1, len(letters), 1) == letters).all(-1).any(-1)
-        part = group[word] * is_said.view(-1, *[1] * (group[word].ndim - 1))
+        occurs = (instruction.unfold(-1, len(letters), 1) == letters).all(-1).any(-1)
+        part = group[word] * occurs.view(-1, *[1] * (group[word].ndim - 1))
         chosen = part if chosen is None else chosen + part
     if chosen is None:
         raise ObservationError(f"points: there is nothing below {'/'.join(path[:-1])!r}")
@@ -203,7 +206,7 @@ def _named(obs: TensorDictBase, name: str) -> Tensor:
 
 
 class _ValuePPO(PPO):
-    """PPO for a value head alone: the observations of its rollouts do not change how the policy sees them."""
+    """PPO that trains only a value head: the policy's observation statistics stay frozen."""
 
     @property
     def _keeps_statistics(self) -> bool:
@@ -213,14 +216,13 @@ class _ValuePPO(PPO):
 def warm_up_value(
     policy: Policy, env: VecEnv, cfg: PPOCfg, num_steps: int, rollouts: int, head: str = "model.to_value"
 ) -> list[float]:
-    """Let the value head alone learn from rollouts ``[num_envs, num_steps]``; the policy acts as before, to the bit.
+    """Train only the value head on rollouts ``[num_envs, num_steps]``; the policy's actions do not change.
 
-    A cloned policy acts well and judges badly: advantages from a value that knows nothing would undo what was cloned.
-    ``env`` takes the policy's chunks. Returns the explained variance before each update: 1 is a perfect value.
+    Do this after imitation: advantages from an untrained value head would destroy the policy. ``env`` takes the
+    policy's chunks. Returns the explained variance before each update; 1 is perfect.
     """
     with only_trained(policy, head):
-        algorithm = _ValuePPO(
-            cfg.replace(cuda_graphs=False, kl_coef=0.0, lr_warmup=0), policy
-        )  # too few updates to record
+        # Too few updates for CUDA graphs
+        algorithm = _ValuePPO(cfg.replace(cuda_graphs=False, kl_coef=0.0, lr_warmup=0), policy)
         collector = SyncCollector(env, policy, algorithm.device, return_discount=algorithm.return_discount)
         return [algorithm.update(collector.collect(num_steps))["explained_variance"] for _ in range(rollouts)]

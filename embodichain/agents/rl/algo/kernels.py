@@ -1,6 +1,6 @@
-"""Triton kernels: generalised advantage estimation, and PPO's loss with its gradient, as one launch each.
+"""Triton kernels: generalised advantage estimation, and PPO's loss with its gradient, one launch each.
 
-A kernel takes every pointer, stride and size as a parameter of its own, so signatures are long here.
+Signatures are long, as a kernel takes every pointer, stride and size as a separate parameter.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from embodichain.agents.rl.utils.ratios import MAX_LOG_RATIO
 
 GAE_BLOCK = 32
-"""Envs of one program: few, because steps follow each other and only envs run side by side."""
+"""Envs per program: few, as only envs run in parallel, while steps are sequential."""
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _walk_back(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 def accumulate_gae(rows: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns on a GPU, one thread per env; order of operations and bits are the CPU's."""
+    """Return advantages and returns on a GPU, one thread per env, bit-equal to the CPU."""
     rewards, values, next_values, terminations, dones, gamma, decay = rows
     num_steps, num_envs = rewards.shape
     advantage, returns = torch.empty_like(rewards), torch.empty_like(rewards)
@@ -74,10 +74,10 @@ def accumulate_gae(rows: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 LOSS_BLOCK = 256
-"""Transitions of one program."""
+"""Transitions per program."""
 _READ = ("new_log_prob", "log_prob", "advantage", "new_value", "value", "return")
 _SIZES = ["count", "clip", "vf_coef", *(f"{name}_stride" for name in _READ)]
-"""Numbers for which nothing is compiled anew: minibatches of one rollout may differ in size by one."""
+"""Parameters that are not specialised, as the sizes of minibatches may differ by one."""
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -115,14 +115,14 @@ def _clipped_loss(  # type: ignore[no-untyped-def]  # noqa: ANN202
     log_r = tl.load(new_log_prob + at * new_log_prob_stride, mask=here, other=0.0)
     log_r -= tl.load(log_prob + at * log_prob_stride, mask=here, other=0.0)
     within = ~(log_r > max_log_r)
-    log_r = tl.where(within, log_r, max_log_r)  # NaN stays, which the smaller of two would not be here
+    log_r = tl.where(within, log_r, max_log_r)  # keeps NaN, unlike tl.minimum
     ratio = tl.exp(log_r)
     clipped = tl.minimum(tl.maximum(ratio, 1.0 - clip), 1.0 + clip) * gain
     policy_loss = -tl.minimum(ratio * gain, clipped)
-    # Where the clipped side is the smaller, the ratio is outside and the gradient zero, and so it is beyond the bound.
+    # The gradient is zero if the clipped term is the smaller one, and beyond the bound of the log-ratio.
     log_prob_slope = tl.where((ratio * gain <= clipped) & within, -gain * ratio, 0.0)
 
-    # L_value = E (V - R)^2; with clipping the larger of it and that of V_old + clip(V - V_old, -c, c)
+    # L_value = E (V - R)^2; clipped: E max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)
     unit = 1.0
     if scaled:
         unit = tl.load(scale)
@@ -143,7 +143,7 @@ def _clipped_loss(  # type: ignore[no-untyped-def]  # noqa: ANN202
     tl.store(log_prob_grad + at, log_prob_slope * share, mask=here)
     tl.store(value_grad + at, value_slope * (vf_coef * share), mask=here)
 
-    # KL(pi_old || pi) = E[ratio - 1 - log ratio], by its series where the difference would be rounding alone
+    # KL(pi_old || pi) = E[ratio - 1 - log ratio], by its series near 1, where the difference cancels
     series = log_r * log_r * (0.5 + log_r * (1.0 / 6.0 + log_r * (1.0 / 24.0 + log_r / 120.0)))
     kl = tl.where(tl.abs(log_r) < 0.1, series, ratio - 1.0 - log_r)
     is_clipped = (tl.abs(ratio - 1.0) > clip).to(tl.float32)
@@ -156,7 +156,7 @@ def _clipped_loss(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 class _Loss(torch.autograd.Function):
-    """The kernel computes the gradient on its way; backwards it is only scaled."""
+    """The forward kernel also computes the gradient; the backward pass only scales it."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
@@ -191,10 +191,10 @@ def clipped_loss(
     scale: Tensor | float,
     coefficients: tuple[float, float, bool],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``L_policy + c_value L_value`` ``[]`` and its parts, of transitions ``[rows]`` on a GPU.
+    """Return ``L_policy + c_value L_value`` ``[]`` and metrics, for transitions ``[rows]`` on a GPU.
 
-    The equations are those of ``PPO._loss`` (in torch some fifty kernels), for one probability ratio per transition.
-    ``log_prob`` and ``value`` carry gradients; ``coefficients`` are ``clip_coef``, ``vf_coef`` and ``clip_value_loss``.
+    The equations are those of ``PPO._loss`` (about fifty kernels in torch), for one probability ratio per transition.
+    ``log_prob`` and ``value`` require gradients; ``coefficients`` are ``clip_coef``, ``vf_coef``, ``clip_value_loss``.
     """
     old = (batch[key] for key in ("sample_log_prob", "value", "advantage", "return"))
     loss, totals = _Loss.apply(log_prob, value, *old, scale, *coefficients)

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: ``update`` loops over minibatches, ``_loss`` has the equations of a gradient step."""
+"""Proximal Policy Optimisation (PPO): ``update`` loops over minibatches, ``_loss`` computes the loss of each."""
 
 from contextlib import closing
 from typing import Annotated, Any, ClassVar, Literal
@@ -36,7 +36,7 @@ from embodichain.utils.cuda_graphs import kernels_work
 
 GAE_KEYS = ("value", "next_value", "terminated", "done")
 LOSS_KEYS = ("observation", "action", "sample_log_prob", "value", "advantage", "return", "num_actions", "decision")
-"""The last two are there for chunks, and for policies with a decision, only."""
+"""Keys that the loss reads; ``num_actions`` exists for action chunks only, ``decision`` for ``has_decision`` only."""
 
 
 @configclass
@@ -44,36 +44,38 @@ class PPOCfg(ClippedCfg):
     """Configuration for the PPO algorithm."""
 
     vf_coef: NotNegative = 0.5
-    """Weight of the value loss, a mean squared error."""
+    """Weight of the value loss (mean squared error)."""
     normalize_advantage: bool = True
-    """Whether advantages of a rollout are shifted and scaled to mean 0 and standard deviation 1, over all ranks."""
+    """Whether to normalise advantages to mean 0 and standard deviation 1, over all ranks."""
+    advantage_scope: Literal["rollout", "minibatch"] = "rollout"
+    """Normalise advantages over the whole rollout, or over each minibatch as in Stable-Baselines3: a few outliers then
+    do not scale down all other transitions."""
     normalize_reward: bool = False
-    """Whether rewards are divided by the running standard deviation of discounted returns; what is logged is not."""
+    """Whether to divide rewards by the running standard deviation of discounted returns; logs show the raw rewards."""
     reward_clip: Positive = 10.0
-    """Normalised rewards are clipped to this size."""
+    """Normalised rewards are clipped to [-reward_clip, reward_clip]."""
     clip_value_loss: bool = False
-    """Whether values, too, may leave the old ones by clip_coef only."""
+    """Whether to clip the change of the value to +-clip_coef in the value loss."""
     value_learning_rate: Positive | None = None
-    """Step size for what values alone depend on, the critic; schedules move it by the factor of the policy's. Default:
-    learning_rate."""
+    """Learning rate of the critic, scaled by the same schedule as the policy's; default: learning_rate."""
     advantage_estimator: Literal["gae", "vtrace"] = "gae"
-    """Generalised advantage estimation, or V-trace, which corrects it for rollouts older than the policy."""
+    """GAE, or V-trace, which corrects for rollouts that an older policy collected."""
     vtrace_clip: tuple[Positive, Positive] = (1.0, 1.0)
-    """Bounds rho and c of V-trace's importance weights: of the errors, and of the traces."""
+    """Clipping thresholds (rho, c) of V-trace's importance weights: for the temporal differences and for the traces."""
     value_warmup: Annotated[int, Field(ge=0)] = 0
-    """Updates at the beginning in which the critic alone learns: a policy that was imitated or distilled acts well and
-    judges badly, and advantages from values that know nothing would undo it."""
+    """Initial updates that train only the critic: advantages from an untrained critic would destroy a policy that was
+    pretrained by imitation or distillation."""
 
 
 class PPO(ClippedAlgorithm):
-    """PPO on rollouts ``[num_envs, num_steps]``: GAE on the time axis, then clipped updates on minibatches."""
+    """PPO on rollouts ``[num_envs, num_steps]``: GAE along the time axis, then clipped updates on minibatches."""
 
     cfg_type: ClassVar[type[AlgorithmCfg]] = PPOCfg
     cfg: PPOCfg
     needs_critic = True
 
     def __init__(self, cfg: PPOCfg, policy: Policy) -> None:
-        if not any(p.requires_grad and policy.in_critic(name) for name, p in policy.named_parameters()):
+        if not policy.trains_critic_alone:
             why = f"as {type(policy).__name__} trains no part that values alone depend on (critic_parts)"
             given = (("value_warmup", 0, cfg.value_warmup), ("value_learning_rate", None, cfg.value_learning_rate))
             problems = [f"{name}: expected {usual}, {why}; got {got}" for name, usual, got in given if got]
@@ -88,14 +90,17 @@ class PPO(ClippedAlgorithm):
         return self.cfg.value_learning_rate
 
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
-        """Improve the policy by a rollout; adds ``advantage`` and ``return``, and a correction renews its values."""
+        """Train the policy on a rollout, and return the metrics to log.
+
+        Adds ``advantage`` and ``return`` to the rollout. A correction replaces its values with the current critic's.
+        """
         cfg = self.cfg
         rollout = self._take(rollout, ROLLOUT_KEYS)
 
-        # For rollouts older than the policy: log-probabilities and values of the present one
+        # For rollouts of an older policy: log-probabilities and values of the current policy
         proximal = None
         if cfg.correction == "decoupled" or cfg.advantage_estimator == "vtrace":
-            proximal = Proximal.of(self.policy, rollout, cfg.batch_size)  # as precisely as it was collected
+            proximal = Proximal.of(self.policy, rollout, cfg.batch_size)  # in the precision of the collector
             rollout["value"], rollout["next_value"] = proximal.values(rollout, self.policy.version)
 
         # Advantages and returns, along the time axis
@@ -110,13 +115,16 @@ class PPO(ClippedAlgorithm):
         rollout["advantage"], rollout["return"] = estimate
         self.policy.update_value_normalizer(rollout["return"])
 
-        # What the loss needs, with advantages normalised over the rollouts of all ranks
+        # Inputs of the loss, with advantages normalised over the rollouts of all ranks, or later over each minibatch
         data = rollout.select(*LOSS_KEYS, strict=False)
-        if cfg.normalize_advantage:
-            [(mean, std)] = self.ranks.mean_and_std(rollout["advantage"])
-            data["advantage"] = (rollout["advantage"] - mean) / (std + 1e-8)
+        if cfg.normalize_advantage and not self._per_minibatch:
+            data["advantage"] = self._normalized(rollout["advantage"])
         if proximal is not None and cfg.correction == "decoupled":
-            proximal.decouple(data, cfg.max_importance_weight, cfg.log_prob_per)
+            weight = proximal.decouple(data, cfg.max_importance_weight, cfg.log_prob_per)
+            if self._per_minibatch:
+                data["importance_weight"] = weight
+            else:
+                data["advantage"] = data["advantage"] * weight
         self._add_reference(data, rollout)
 
         # Epochs of gradient steps on shuffled minibatches
@@ -131,6 +139,22 @@ class PPO(ClippedAlgorithm):
         self._finish_update(rollout)
         return metrics if proximal is None else metrics | proximal.measures(self.ranks)
 
+    def _normalized(self, advantage: Tensor, counts: bool = True) -> Tensor:
+        [(mean, std)] = self.ranks.mean_and_std(advantage if counts else advantage.new_empty(0))
+        return (advantage - mean) / (std + 1e-8)
+
+    @property
+    def _per_minibatch(self) -> bool:
+        """Whether advantages are normalised over each minibatch."""
+        return self.cfg.normalize_advantage and self.cfg.advantage_scope == "minibatch"
+
+    def _prepare(self, batch: TensorDictBase, counts: bool) -> None:
+        if self._per_minibatch:
+            batch["advantage"] = self._normalized(batch["advantage"], counts)
+            weight = batch.get("importance_weight", None)
+            if weight is not None:
+                batch["advantage"] = batch["advantage"] * weight
+
     def _loss(self, batch: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         cfg = self.cfg
         with self.optimizer.autocast():
@@ -143,7 +167,7 @@ class PPO(ClippedAlgorithm):
         if reference_kl is not None:
             extra["reference_kl"] = reference_kl = reference_kl.mean()
         clip, clip_high, ent_coef = self.clip, self.clip_high, self.ent_coef
-        is_plain = not isinstance(clip, Tensor) and clip == clip_high  # the kernel knows one clip, which stays
+        is_plain = not isinstance(clip, Tensor) and clip == clip_high  # the kernel takes one constant clip range
         if is_plain and log_prob.ndim == batch.batch_dims == 1 and kernels_work(value.device):
             from embodichain.agents.rl.algo.kernels import clipped_loss
 
@@ -159,7 +183,7 @@ class PPO(ClippedAlgorithm):
         # L_policy = -E min(ratio A, clip(ratio, 1 - c, 1 + c_high) A)
         policy_loss = -per_decision(clipped_gain(log_r, like(advantage, log_r), clip, clip_high), batch).mean()
 
-        # L_value = E (V - R)^2; with clipping the larger of it and that of V_old + clip(V - V_old, -c, c)
+        # L_value = E (V - R)^2; clipped: E max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)
         scale = self.policy.value_scale
         if isinstance(scale, Tensor) or scale != 1.0:
             value, old_value, return_ = value / scale, old_value / scale, return_ / scale
@@ -169,7 +193,7 @@ class PPO(ClippedAlgorithm):
             squared_error = torch.max(squared_error, (clipped_value - return_).square())
         value_loss = squared_error.mean()
 
-        # L = L_policy + c_value L_value - c_entropy H (+ c_kl KL(pi || pi_ref)) (+ a loss of the policy's own)
+        # L = L_policy + c_value L_value - c_entropy H (+ c_kl KL(pi || pi_ref)) (+ L_auxiliary)
         loss = policy_loss + cfg.vf_coef * value_loss - ent_coef * mean_entropy
         loss = loss if reference_kl is None else loss + cfg.kl_coef * reference_kl
         loss = loss if auxiliary is None else loss + auxiliary
@@ -196,6 +220,6 @@ class PPO(ClippedAlgorithm):
 
 
 def explained_variance(value: Tensor, return_: Tensor, ranks: Ranks) -> float:
-    """Return ``1 - Var(return - value) / Var(return)``: 1 is perfect, 0 no better than a constant."""
+    """Return ``1 - Var(return - value) / Var(return)``: 1 is a perfect critic, 0 is no better than a constant."""
     (_, std), (_, error) = ranks.mean_and_std(return_, return_ - value)
     return float(1.0 - (error / std.clamp(min=1e-6)).square())

@@ -1,4 +1,4 @@
-"""Rollout storage; ``rollout_buffer.py`` says what a rollout is."""
+"""Rollout storage; ``rollout_buffer.py`` documents the layout of a rollout."""
 
 from embodichain.agents.rl.buffer.rollout_buffer import (
     ROLLOUT_KEYS,

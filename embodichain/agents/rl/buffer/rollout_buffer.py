@@ -1,18 +1,18 @@
-"""Rollouts: their layout, the buffer that is written step by step, and how they are cut into shuffled minibatches.
+"""The layout of rollouts, the buffer that stores one, and shuffled minibatches.
 
-A rollout is a TensorDict ``[num_envs, num_steps]``, stored time-major underneath. Keys:
+A rollout is a TensorDict ``[num_envs, num_steps]``, stored time-major in memory. Its keys:
 
 * ``observation`` (nested or flat), ``action``, ``reward``, ``value``, ``sample_log_prob``;
-* ``terminated``, ``truncated`` and ``done`` (either of the two);
-* ``next_value``: value of the state that was really reached, of ``final_observation`` where a time limit cut the
-  episode; zero where it terminated, for there is no next state;
-* ``policy_version``: int64, the number of the weights that chose the action;
-* ``hidden``, of recurrent policies: the recurrent state before each observation;
-* ``decision``, of policies with ``has_decision``: a nested TensorDict of their own;
-* ``num_actions`` and ``chunk_reward``, where decisions are chunks of actions (``ChunkedEnv``): how many of the chunk
-  were taken, and the reward of each ``[num_envs, num_steps, chunk_size]``. ``reward`` is then their plain sum, and
-  ``sample_log_prob`` has one entry per action as well;
-* ``discounted_return``, where the algorithm normalises rewards: ``x_t = reward_t + gamma x_{t-1}`` of the episode;
+* ``terminated``, ``truncated`` and ``done``, which is true if either of them is;
+* ``next_value``: value of the state that the step reached. At a time limit this is the state of ``final_observation``;
+  at a termination the value is zero;
+* ``policy_version``: int64, the version of the weights that chose the action;
+* ``hidden``, for recurrent policies: the recurrent state before each observation;
+* ``decision``, for policies with ``has_decision``: a nested TensorDict that the policy defines;
+* ``num_actions`` and ``chunk_reward``, for chunks of actions (``ChunkedEnv``): the number of actions that were
+  executed, and the reward of each ``[num_envs, num_steps, chunk_size]``. ``reward`` is then their undiscounted sum, and
+  ``sample_log_prob`` has one entry per action;
+* ``discounted_return``, if the algorithm normalises rewards: ``x_t = reward_t + gamma x_{t-1}`` within the episode;
   for a chunk, that of its last action.
 
 Algorithms add ``advantage`` and ``return``.
@@ -45,11 +45,11 @@ ROLLOUT_KEYS = (
 OPTIONAL_KEYS = ("hidden", "num_actions", "chunk_reward")
 
 EVALUATED_ROWS = 65_536
-"""Transitions evaluated at a time, which bounds the memory for it."""
+"""Maximum number of transitions per forward pass, which bounds memory."""
 
 
 def check_rollout(rollout: Any, keys: Iterable[str] = ROLLOUT_KEYS) -> TensorDictBase:
-    """Return the rollout if it is a TensorDict ``[num_envs, num_steps]`` with these keys."""
+    """Return the rollout; raise ``RolloutError`` if it is no TensorDict ``[num_envs, num_steps]`` with these keys."""
     if not isinstance(rollout, TensorDictBase):
         raise RolloutError(f"expected a TensorDict [num_envs, num_steps], got {type(rollout).__name__}")
     if rollout.batch_dims != 2:
@@ -65,27 +65,30 @@ def check_rollout(rollout: Any, keys: Iterable[str] = ROLLOUT_KEYS) -> TensorDic
 
 
 def count_transitions(rollout: TensorDictBase) -> int:
-    """Return how many environment steps a rollout holds: one per decision, or as many as its chunks took."""
+    """Return the number of environment steps in a rollout: one per transition, or one per action of its chunks."""
     if "num_actions" in rollout.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
         return int(rollout["num_actions"].sum())
     return rollout.numel()
 
 
 def flatten_time_major(rollout: TensorDictBase) -> TensorDict:
-    """Return the rollout as ``[num_steps * num_envs]`` rows, step by step: a view, as collectors store it so."""
+    """Return the rollout as ``[num_steps * num_envs]`` rows in time-major order; a view if it is stored time-major."""
     return rollout.transpose(0, 1).reshape(-1)
 
 
 def episode_starts(done: Tensor) -> Tensor:
-    """Return which observations ``[num_envs, num_steps]`` begin an episode: those after a done one."""
-    start = torch.zeros_like(done.t()).t()  # no mark in the first step: the state stored before it is right already
+    """Return a mask ``[num_envs, num_steps]`` of the observations after a ``done``, where an episode starts."""
+    start = torch.zeros_like(done.t()).t()  # false in the first step, whose stored recurrent state is valid
     start[:, 1:] = done[:, :-1]
     return start
 
 
 @torch.no_grad()
 def evaluate_rollout(policy: Policy, rollout: TensorDictBase, rows: int = EVALUATED_ROWS) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities (of chunks: one per action) and values ``[num_envs, num_steps]``, ``rows`` at a time."""
+    """Return log-probabilities (for chunks: one per action) and values ``[num_envs, num_steps]`` under a policy.
+
+    At most ``rows`` transitions are evaluated at a time.
+    """
     num_envs, num_steps = rollout.batch_size
     with policy.without_dropout():
         if not policy.is_recurrent:
@@ -107,10 +110,10 @@ Estimator = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 class RolloutBuffer:
     """On-device rollout buffer for on-policy algorithms: ``add`` every step, ``finalize``, then ``get``.
 
-    It is used once: the next ``add`` after a ``get`` begins a new rollout in the same memory. Memory is taken at the
-    first step, in the shapes and dtypes that come; ``obs_dim`` and ``action_dim``, where given, are checked, and nested
-    observations are then flattened. The number of steps may also be called ``buffer_size``. A buffer that is given
-    whole rollouts (``add_rollout``) before any step keeps them by reference.
+    The next ``add`` after a ``get`` starts a new rollout in the same memory. Memory is allocated at the first step,
+    with the shapes and dtypes of its tensors. ``obs_dim`` and ``action_dim`` are checked if given; with ``obs_dim``,
+    nested observations are flattened. ``buffer_size`` is an alias of ``num_steps``. If ``add_rollout`` is called before
+    any ``add``, whole rollouts are kept by reference.
     """
 
     def __init__(
@@ -130,8 +133,8 @@ class RolloutBuffer:
         self.num_envs, self.obs_dim, self.action_dim = num_envs, obs_dim, action_dim
         self.storage: TensorDict | None = None
         self.step = 0
-        self._rows: dict[str, tuple[Tensor, ...]] = {}  # of each part of the storage, a view of every step
-        self._nested: dict[str, list[tuple[tuple[str, ...], tuple[Tensor, ...]]]] = {}  # the same for nested parts
+        self._rows: dict[str, tuple[Tensor, ...]] = {}  # for each key of the storage, a view per step
+        self._nested: dict[str, list[tuple[tuple[str, ...], tuple[Tensor, ...]]]] = {}  # the same for nested keys
         self._adopted: TensorDictBase | None = None
         self._extras: set[str] = set()
         self._handed_out = False
@@ -147,11 +150,10 @@ class RolloutBuffer:
         logprob: Tensor | None = None,
         **more: Tensor | TensorDictBase,
     ) -> None:
-        """Write one step, each part ``[num_envs, ...]``; a whole rollout alone is passed on to ``add_rollout``.
+        """Write one step; each tensor is ``[num_envs, ...]``. A single TensorDict is passed to ``add_rollout``.
 
         ``more`` may hold ``terminated`` (default: ``done``), ``truncated``, ``policy_version``, ``hidden``,
-        ``decision``, ``num_actions`` and ``chunk_reward``. Values may be left out here and given to ``finalize``, all
-        together.
+        ``decision``, ``num_actions`` and ``chunk_reward``. Values may be passed to ``finalize`` instead.
         """
         if action is None and isinstance(obs, TensorDictBase):
             return self.add_rollout(obs)
@@ -168,7 +170,7 @@ class RolloutBuffer:
             raise RolloutError(f"all {self.num_steps} steps are written: get() or clear() comes first")
         if self.obs_dim is not None and not isinstance(obs, Tensor):
             obs = flatten_dict_observation(obs)
-        if not self.step:  # the other steps are like the first one
+        if not self.step:  # only the first step is checked
             if self.storage is None:
                 self._allocate(obs, parts)
             self._check(obs, parts)
@@ -176,7 +178,7 @@ class RolloutBuffer:
         self.step += 1
 
     def add_rollout(self, rollout: TensorDictBase) -> None:
-        """Take a whole rollout ``[num_envs, num_steps]``: copied into allocated memory, else kept by reference."""
+        """Store a whole rollout ``[num_envs, num_steps]``: copied if memory is allocated, else kept by reference."""
         check_rollout(rollout)
         num_envs, num_steps = rollout.batch_size
         if num_steps != self.num_steps or self.num_envs not in (None, num_envs):
@@ -198,12 +200,13 @@ class RolloutBuffer:
         estimator: Estimator | None = None,
         value: Tensor | None = None,
     ) -> None:
-        """Complete ``next_value``, and with an ``estimator`` attach ``advantage`` and ``return``.
+        """Compute ``next_value``, and with an ``estimator`` also ``advantage`` and ``return``.
 
-        ``last_value`` ``[num_envs]`` is the value of the observation after the last step; ``final_value`` ``[count]``
-        that of every ``final_observation`` at a time limit (truncated and not terminated), in the order of steps, then
-        envs. Both default to zeros, the latter only where there is none. ``final_value`` ``[num_steps, num_envs]``
-        counts at those alone, without a wait. ``value`` ``[num_steps, num_envs]`` is for steps that were added without.
+        ``last_value`` ``[num_envs]`` is the value of the observation after the last step (default: zeros).
+        ``final_value`` ``[count]`` holds the value of each ``final_observation`` at a time limit (truncated and not
+        terminated), ordered by step, then by env. It is required if there is one. With shape ``[num_steps, num_envs]``,
+        only the entries at time limits are used, and the GPU is not synchronised. ``value`` ``[num_steps, num_envs]``
+        is for steps that were added without values.
         """
         storage = self.full_storage("finalize()")
         if value is not None:
@@ -249,9 +252,9 @@ class RolloutBuffer:
         return self.full_storage("returns")["return"]
 
     def get(self, flatten: bool = False) -> TensorDictBase:
-        """Hand the rollout out: views ``[num_envs, num_steps]``, valid until the next ``add``.
+        """Return the rollout as views ``[num_envs, num_steps]``, valid until the next ``add``.
 
-        ``flatten=True`` copies it to ``[num_envs * num_steps]``, env by env; algorithms need the time axis.
+        ``flatten=True`` returns a copy ``[num_envs * num_steps]``, ordered by env. Algorithms need the time axis.
         """
         rollout = self._rollout("get()")
         self._handed_out = True
@@ -262,11 +265,11 @@ class RolloutBuffer:
         yield from Minibatches(self._rollout("iterate_minibatches()"), batch_size)
 
     def is_full(self) -> bool:
-        """Tell whether all steps of a rollout are there."""
+        """Return whether all steps of the rollout are written."""
         return self.step == self.num_steps
 
     def clear(self) -> None:
-        """Forget the rollout; the memory stays."""
+        """Discard the rollout; the memory stays allocated."""
         self.step = 0
         self._handed_out = self._lacks_values = False
         self._adopted = None
@@ -279,13 +282,13 @@ class RolloutBuffer:
         return self.step * (self.num_envs or (self._adopted.batch_size[0] if self._adopted is not None else 0))
 
     def get_stats(self) -> dict[str, Any]:
-        """Return how full the buffer is and how much memory it holds."""
+        """Return the number of steps and transitions written, the capacity in steps, and the size in bytes."""
         data = self.storage if self.storage is not None else self._adopted
         size = 0 if data is None else data.bytes()
         return {"steps": self.step, "num_steps": self.num_steps, "transitions": len(self), "bytes": size}
 
     def full_storage(self, what: str) -> TensorDict:
-        """Return all parts ``[num_steps, num_envs, ...]`` of a complete rollout, for ``what`` needs them."""
+        """Return the storage ``[num_steps, num_envs]`` of a complete rollout; ``what`` names the caller in errors."""
         if self.storage is None or not self.is_full():
             raise RolloutError(f"{what} needs a complete rollout: {self.step} of {self.num_steps} steps are written")
         return self.storage
@@ -294,7 +297,7 @@ class RolloutBuffer:
         return self._adopted if self._adopted is not None else self.full_storage(what).transpose(0, 1)
 
     def _allocate(self, obs: Observation, like: Mapping[str, Any]) -> None:
-        """Take memory ``[num_steps, num_envs, ...]`` for observations and parts like these."""
+        """Allocate memory ``[num_steps, num_envs, ...]`` for tensors like those of the first step."""
         action, log_prob = like["action"], like["sample_log_prob"]
         if action is None:
             raise RolloutError("action: expected [num_envs, ...], got nothing")
@@ -325,7 +328,7 @@ class RolloutBuffer:
         self.storage = TensorDict(parts, batch_size=shape, device=self.device)
 
     def _check(self, obs: Observation, parts: Mapping[str, Any]) -> None:
-        """Raise ``RolloutError`` if names or shapes of a step are not those that there is room for."""
+        """Raise ``RolloutError`` if names or shapes of a step differ from the storage."""
         check_decision(parts.get("decision"), self._nested.get("decision", ()), self.num_envs)
         if self.obs_dim is not None and obs.shape[-1] != self.obs_dim:
             raise RolloutError(f"observation: expected {self.obs_dim} numbers, got {list(obs.shape)}")
@@ -342,7 +345,7 @@ class RolloutBuffer:
             raise RolloutError("observations must stay as they were at first: nested or flat")
 
     def _write(self, obs: Observation, parts: Mapping[str, Any]) -> None:
-        """Copy a step into its row; on a GPU all parts of a type go together, as each copy is a launch there."""
+        """Copy a step into its row; on a GPU, tensors of one dtype are copied in one kernel launch."""
         t = self.step
         parts = {**parts, "observation": obs}
         pairs = [(self._rows[name][t], part) for name, part in parts.items() if name not in self._nested]
@@ -359,7 +362,7 @@ class RolloutBuffer:
 
 
 def check_decision(decision: Any, rows: Iterable[tuple[tuple[str, ...], tuple[Tensor, ...]]], num_envs: Any) -> None:
-    """Raise ``RolloutError`` unless a decision has the entries and shapes for which there are ``rows``."""
+    """Raise ``RolloutError`` unless a decision has the entries and shapes of ``rows``."""
     if decision is not None and not (isinstance(decision, TensorDictBase) and decision.batch_size[:1] == (num_envs,)):
         kind = list(decision.batch_size) if isinstance(decision, TensorDictBase) else type(decision).__name__
         raise RolloutError(f"decision: expected a TensorDict [{num_envs}], got {kind}")
@@ -371,10 +374,10 @@ def check_decision(decision: Any, rows: Iterable[tuple[tuple[str, ...], tuple[Te
 
 
 class Minibatches:
-    """Every iteration is one epoch: a new order, then one gather per minibatch, the only one in memory.
+    """Iterates over shuffled minibatches of a rollout; each iteration is one epoch with a new order.
 
-    Minibatches are ``[rows]``, or ``[sequence_length, rows]`` for recurrent policies: pieces of trajectories, with
-    ``start`` marking the observations that begin an episode. Their sizes differ by one at most.
+    Minibatches are ``[rows]``, or ``[sequence_length, rows]`` for recurrent policies, where ``start`` marks the first
+    observations of episodes. Their sizes differ by one at most. Each is gathered when it is needed.
     """
 
     def __init__(
@@ -385,7 +388,7 @@ class Minibatches:
         sequence_length: int | None = None,
         valid: Tensor | None = None,
     ) -> None:
-        """Cut a rollout ``[num_envs, num_steps]``; ``valid``, of the same shape, tells which transitions to take."""
+        """Split a rollout ``[num_envs, num_steps]``; ``valid``, of the same shape, masks the transitions to use."""
         self.num_envs, self.num_steps = rollout.batch_size
         self.sequence_length = sequence_length
         if sequence_length is not None:
@@ -398,33 +401,33 @@ class Minibatches:
         self.items = self._items(valid)
         self.batch_size = batch_size
         self.count = 0
-        """Minibatches of an epoch."""
+        """Number of minibatches per epoch."""
         self.cut_together([self.items.numel()])
         length = sequence_length or 1
         self.largest = min(-(-batch_size // length), self.num_envs * self.num_steps // length)
-        """Items of a minibatch at most, however many are valid."""
+        """Maximum number of items per minibatch, whichever transitions are valid."""
         self.layout = (self.num_envs, self.num_steps, sequence_length, self.largest)
-        """What two rollouts have in common whose minibatches look alike."""
+        """Equal for rollouts whose minibatches have the same shapes."""
 
     def _items(self, valid: Tensor | None) -> Tensor:
-        """Return what is shuffled: row numbers, or the row number of each sequence's first step."""
+        """Return the items to shuffle: row indices, or the row index of each sequence's first step."""
         total = self.num_envs * self.num_steps
         if self.sequence_length is None:
             rows = torch.arange(total, device=self.device)
             return rows if valid is None else valid.t().reshape(-1).nonzero().squeeze(-1)
         first = torch.arange(total, device=self.device).view(-1, self.sequence_length, self.num_envs)[:, 0]
-        if valid is not None:  # a sequence without any valid step is left out
+        if valid is not None:  # skip sequences without a valid step
             first = first[valid.t().view(-1, self.sequence_length, self.num_envs).any(dim=1)]
         return first.reshape(-1)
 
     def cut_together(self, items: Sequence[int]) -> None:
-        """Cut into as many minibatches as the items of several ranks together; some may be empty on one of them."""
+        """Set the number of minibatches from the item counts of all ranks; some may be empty on one rank."""
         self._items_of = items
         length = self.sequence_length or 1
         self.count = min(-(-sum(items) * length // (self.batch_size * len(items))), max(items))
 
     def shares(self, rank: int) -> list[float]:
-        """Return which share of the items of each minibatch, those of all ranks together, is one rank's."""
+        """Return, for each minibatch, the fraction of its items over all ranks that ``rank`` holds."""
         sizes = [
             [items // self.count + (k < items % self.count) for items in self._items_of] for k in range(self.count)
         ]
@@ -450,7 +453,7 @@ class Minibatches:
         return self.rows.apply(lambda leaf: shaped(leaf.index_select(0, index), shape), batch_size=shape)
 
     def locate(self, chosen: Tensor) -> tuple[Tensor, list[int]]:
-        """Return the rows that these items consist of, in a line, and the batch size they have together."""
+        """Return the row indices of these items, flat, and the batch size of their minibatch."""
         if self.sequence_length is None:
             return chosen, [chosen.numel()]
         steps = torch.arange(self.sequence_length, device=chosen.device) * self.num_envs
@@ -458,5 +461,5 @@ class Minibatches:
 
 
 def shaped(rows: Tensor, shape: list[int]) -> Tensor:
-    """Return rows in the batch size of a minibatch."""
+    """Return flat rows reshaped to the batch size ``shape``."""
     return rows if len(shape) == 1 else rows.unflatten(0, shape)

@@ -1,4 +1,4 @@
-"""A bounded queue between collectors and a learner: first in, first out, each entry handed out once."""
+"""A bounded first-in, first-out queue between collectors and a learner."""
 
 import threading
 import time
@@ -13,41 +13,41 @@ from tensordict import TensorDictBase
 from embodichain.errors import BufferWaitError, RolloutError
 
 PATIENCE_SECONDS = 30.0
-"""How long the thread that made a buffer waits for another one to take from it for the first time."""
+"""How long the thread that created a buffer waits until another thread takes from it for the first time."""
 _LOOK_SECONDS = 0.5
 
 
 class Producer(Protocol):
-    """A collector that fills a buffer; the consumer's thread calls these."""
+    """Callbacks of the collector that fills a buffer; the consumer's thread calls them."""
 
     def before_get(self) -> None:
-        """Learn that the consumer is about to take something, so that it is busy with nothing else."""
+        """Called before the consumer takes entries, when it runs no update."""
 
     def after_get(self, taken: Sequence[tuple[int, TensorDictBase]]) -> None:
-        """Learn what was taken: numbers and entries."""
+        """Called with the numbers and entries that were taken."""
 
     def raise_failure(self) -> None:
-        """Raise what keeps the collector from collecting, if anything does."""
+        """Raise the error that stopped the collector, if any."""
 
 
 class VLABuffer:
-    """A bounded queue of whole rollouts or of single transitions, for any number of threads of one process.
+    """A bounded, thread-safe queue of whole rollouts or of single transitions.
 
-    When it is full, single transitions push out the oldest ones, as in any circular buffer, and rollouts wait for room.
-    ``overwrite=True`` makes both push out, ``overwrite=False`` makes both wait.
-    Rollouts and transitions do not mix: the queue takes the other kind once it is empty. Entries are numbered in order.
+    When it is full, a single transition replaces the oldest ones, as in a circular buffer, and a rollout waits for
+    room. ``overwrite=True`` makes both replace, ``overwrite=False`` makes both wait. Rollouts and transitions cannot be
+    mixed, unless the queue is empty in between. Entries are numbered in order.
     """
 
     def __init__(
         self, buffer_size: int = 4096, device: torch.device | str = "cpu", *, overwrite: bool | None = None
     ) -> None:
-        """Make room for ``buffer_size`` transitions; ``get`` returns them on ``device``."""
+        """Create a queue for up to ``buffer_size`` transitions; ``get`` returns them on ``device``."""
         if buffer_size < 1:
             raise RolloutError(f"buffer_size must be at least 1 transition, got {buffer_size}")
         self.buffer_size, self.device, self.overwrite = buffer_size, torch.device(device), overwrite
         self.producer: Producer | None = None
-        """The collector that fills it, if it wants to know when something is taken."""
-        self._changed = threading.Condition()  # may be entered again by the thread that holds it
+        """The collector to notify when entries are taken."""
+        self._changed = threading.Condition()  # reentrant
         self._creator = threading.current_thread()
         self._takers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._entries: deque[TensorDictBase] = deque()
@@ -58,15 +58,15 @@ class VLABuffer:
     def add(self, transition: TensorDictBase, timeout: float | None = None) -> int:
         """Add one transition ``[]``, or one step of all envs ``[num_envs]``; return the number of the entry.
 
-        Where it waits, it does so for at most ``timeout`` seconds, then raises ``BufferWaitError``, as it does at once
-        for a thread that would wait for itself, because no other takes any. Whole rollouts go to ``add_rollout``.
+        Raises ``BufferWaitError`` if there is no room after ``timeout`` seconds. Without a timeout, it does so if
+        waiting would deadlock because no other thread takes entries. For whole rollouts, use ``add_rollout``.
         """
         if transition.batch_dims > 2:
             raise RolloutError(f"expected a transition [] or [num_envs], got {list(transition.batch_size)}")
         return self._put(transition, timeout, copy=True)
 
     def add_rollout(self, rollout: TensorDictBase, timeout: float | None = None, copy: bool = True) -> int:
-        """Add a rollout ``[num_envs, num_steps]``, handed over with ``copy=False``; return the number of the entry."""
+        """Add a rollout ``[num_envs, num_steps]``, by reference with ``copy=False``; return the number of the entry."""
         if rollout.batch_dims != 2:
             raise RolloutError(f"expected a rollout [num_envs, num_steps], got {list(rollout.batch_size)}")
         return self._put(rollout, timeout, copy)
@@ -106,20 +106,20 @@ class VLABuffer:
             return self.next - 1
 
     def _waits_for_itself(self, waited: float) -> bool:
-        """Tell whether nobody but the calling thread, which has waited so many seconds for room, makes some."""
+        """Return whether the calling thread, which has waited ``waited`` seconds for room, is the only consumer."""
         own = threading.current_thread()
         if any(taker is not own and taker.is_alive() for taker in self._takers):
             return False
         if own in self._takers or threading.active_count() == 1:
             return True
-        return own is self._creator and waited >= PATIENCE_SECONDS  # else it is the creator who may take later
+        return own is self._creator and waited >= PATIENCE_SECONDS  # otherwise the creator may still take
 
     def get(self, flatten: bool = False, timeout: float | None = 0.0) -> TensorDictBase:
-        """Hand out the oldest rollout ``[num_envs, num_steps]``, or all single transitions, stacked along time.
+        """Remove and return the oldest rollout ``[num_envs, num_steps]``, or all single transitions, stacked in time.
 
-        Transitions that were added one by one become ``[1, num_steps]``. ``flatten=True`` hands out everything as rows
-        ``[len(buffer)]``, oldest first, for looking at: algorithms need the time axis. Waits at most ``timeout``
-        seconds (``None``: as long as it takes), then raises ``BufferWaitError``.
+        Transitions ``[]`` become ``[1, num_steps]``. ``flatten=True`` returns all entries as rows ``[len(buffer)]``,
+        oldest first, for inspection; algorithms need the time axis. Waits at most ``timeout`` seconds (``None``:
+        without limit), then raises ``BufferWaitError``.
         """
         entries = [entry for _, entry in self.take(everything=flatten, timeout=timeout)]
         if flatten:
@@ -131,7 +131,7 @@ class VLABuffer:
         return steps.transpose(0, 1) if steps.batch_dims == 2 else steps.unsqueeze(0)
 
     def take(self, everything: bool = False, timeout: float | None = 0.0) -> list[tuple[int, TensorDictBase]]:
-        """Remove the oldest rollout, or ``everything`` (always, for single transitions); return numbers and entries."""
+        """Remove the oldest rollout, or all entries (always for transitions); return ``(number, entry)`` pairs."""
         self._takers.add(threading.current_thread())
         if self.producer is not None:
             self.producer.before_get()
@@ -154,37 +154,37 @@ class VLABuffer:
 
     @property
     def first(self) -> int:
-        """Number of the oldest entry, which is how many were removed."""
+        """Number of the oldest entry, which equals the count of removed entries."""
         with self._changed:
             return self._first
 
     @property
     def next(self) -> int:
-        """Number of the next entry to be added, which is how many were added."""
+        """Number of the next entry to be added, which equals the count of added entries."""
         with self._changed:
             return self._first + len(self._entries)
 
     def is_full(self) -> bool:
-        """Tell whether there is no room for another entry like the last one."""
+        """Return whether another entry of the last one's size would not fit."""
         if self.producer is not None:
             self.producer.raise_failure()
         with self._changed:
             return bool(self._entries) and not self._has_room(self._last_size)
 
     def clear(self) -> None:
-        """Forget everything that is in it."""
+        """Drop all entries."""
         with self._changed:
             while self._entries:
                 self._drop_oldest()
             self._changed.notify_all()
 
     def __len__(self) -> int:
-        """Return the number of transitions in it."""
+        """Return the number of transitions in the queue."""
         with self._changed:
             return self._size
 
     def get_stats(self) -> dict[str, float]:
-        """Return how full it is, what went through it (in transitions) and how long both sides waited (in seconds)."""
+        """Return the fill level and throughput in transitions, and how long both sides waited in seconds."""
         with self._changed:
             return {
                 "size": self._size,
@@ -198,14 +198,14 @@ class VLABuffer:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is in it, oldest first, and its counters."""
+        """Return the entries, oldest first, and the counters."""
         with self._changed:
             waits = [round(1e6 * seconds) for seconds in (self._add_wait, self._get_wait)]
             counts = [self._first, self.next, self._taken, self._dropped, self._last_size, *waits]
             return {"counts": counts, "entries": [entry.clone() for entry in self._entries]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Restore entries and counters from ``state_dict``."""
         with self._changed:
             self._entries = deque(entry.to(self.device) for entry in state["entries"])
             self._size = sum(entry.numel() for entry in self._entries)

@@ -1,4 +1,4 @@
-"""Collectors let a policy act in an environment and return rollouts."""
+"""Collectors run a policy in an environment and return rollouts."""
 
 from embodichain.agents.rl.collector.async_collector import AsyncCollector
 from embodichain.agents.rl.collector.base import BaseCollector, StepCallback

@@ -1,4 +1,4 @@
-"""How a collector lets its policy decide and value: by calling it, or, on a GPU, by replaying CUDA graphs of it."""
+"""Runs a collector's policy: by calling it or, on a GPU, by replaying CUDA graphs of it."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ Result = TypeVar("Result")
 
 
 class Decider:
-    """Calls a policy; on a GPU, one without recurrent state is recorded after a few calls and replayed in one launch.
+    """Computes actions and values; on a GPU, a policy without recurrent state is captured as CUDA graphs.
 
-    What cannot be recorded runs as usual, and the log says why; so do observations of other shapes. Weights must keep
-    their addresses during a rollout: ``refresh`` comes before it.
+    If a policy cannot be captured, it runs eagerly and the log says why. Observations of other shapes run eagerly, too.
+    Weights must keep their addresses during a rollout, so call ``refresh`` before each.
     """
 
     def __init__(self, policy: Policy, device: torch.device) -> None:
         policy.check()
         self._policy = policy
         self.records = can_record(policy, device)
-        """Whether decisions are recorded at all."""
+        """Whether CUDA graphs are used."""
         self._act: _Replayed[tuple[Any, ...]]
         self._act = _Replayed(policy.decide if policy.has_decision else lambda obs: policy.act(obs)[:3], policy)
         self._choose: _Replayed[tuple[Tensor, Tensor]] = _Replayed(policy.choose, policy)
         self._value: _Replayed[Tensor] = _Replayed(policy.state_value, policy)
         self._all: tuple[_Replayed[Any], ...] = (self._act, self._choose, self._value)
         self._addresses = _addresses_of(policy)
-        self._noise: Tensor | None = None  # what a policy with noise_steps explores by, of all envs
+        self._noise: Tensor | None = None  # exploration noise of all envs, for policies with noise_steps
         self._noise_age = 0
 
     @contextmanager
     def exploring(self) -> Iterator[None]:
-        """Let the policy, inside the block, keep exploration noise as it wants to (``noise_steps``)."""
+        """Inside the block, keep the policy's exploration noise for ``noise_steps`` steps."""
         self._noise, self._noise_age = None, 0
         try:
             yield
@@ -52,18 +52,18 @@ class Decider:
             self._policy.hold_noise(None)
 
     def renew_noise(self, num_envs: int) -> None:
-        """Draw the noise that is kept from this step on, if it is time to; it comes before the decisions of a step."""
-        kept_for = self._policy.noise_steps
-        if kept_for is not None and (self._noise is None or (kept_for and self._noise_age % kept_for == 0)):
+        """Draw new exploration noise if ``noise_steps`` have passed; call it before the decisions of each step."""
+        interval = self._policy.noise_steps
+        if interval is not None and (self._noise is None or (interval and self._noise_age % interval == 0)):
             self._noise = self._policy.draw_noise(num_envs)
         self._noise_age += 1
 
     def decide(
         self, obs: Observation, state: Tensor | None, deferred: bool, kept: bool, rows: slice = slice(None)
     ) -> PolicyStep:
-        """Let the policy choose for the envs ``rows``; ``deferred`` leaves values for later.
+        """Return the policy's decision for the envs ``rows``.
 
-        ``kept``: the decision is needed after the next one.
+        ``deferred`` skips values. ``kept`` copies the outputs, which the next call may otherwise overwrite.
         """
         if self._noise is not None:
             self._policy.hold_noise(self._noise[rows])
@@ -81,11 +81,11 @@ class Decider:
         return PolicyStep(obs, state, parts[0], parts[1], None if deferred else parts[2])
 
     def value(self, obs: Observation, state: Tensor | None) -> Tensor:
-        """Value an observation between two steps."""
+        """Return the values ``[envs]`` of an observation."""
         return self._value(obs).clone() if self.records else self._policy.state_value(obs, state)
 
     def refresh(self) -> None:
-        """Forget, between two rollouts, what was recorded if the weights have moved since."""
+        """Discard the CUDA graphs if the weights have moved in memory; call it between two rollouts."""
         addresses = _addresses_of(self._policy) if self.records else self._addresses
         if addresses != self._addresses:
             self._addresses = addresses
@@ -93,7 +93,7 @@ class Decider:
                 replayed.forget("its weights have moved")
 
     def record(self, obs: Observation | None) -> None:
-        """Record decisions for such observations now, and nothing later; random generators stay as they are."""
+        """Capture graphs for observations like ``obs`` now, and none later; random generators are left unchanged."""
         if obs is not None and self.records and not self._act.settled:
             deciding: _Replayed[Any] = self._choose if self._policy.values_apart else self._act
             own = self._policy.generator
@@ -116,23 +116,23 @@ def _with_decision(obs: Observation, parts: tuple[Any, ...]) -> PolicyStep:
 
 
 def can_record(policy: Policy, device: torch.device) -> bool:
-    """Tell whether a policy that acts on a device may be recorded."""
+    """Return whether a policy may be captured as CUDA graphs."""
     return device.type == "cuda" == policy.device.type and not policy.is_recurrent and policy.noise_steps is None
 
 
 class _Replayed(Generic[Result]):
-    """One function of an observation; what a call returned may be overwritten by the next."""
+    """A function of an observation, replayed as a CUDA graph; the next call may overwrite its result."""
 
     def __init__(self, function: Callable[[Observation], Result], policy: Policy) -> None:
         self._function, self._policy = function, policy
         self.recorder = Recorder("the policy acts")
         self.settled = False
-        """Whether nothing is recorded any more."""
+        """Whether no more graphs may be captured."""
         self._recorded: Recorded[Result] | None = None
         self.forget("")
 
     def forget(self, reason: str) -> None:
-        """Let go of the graph; if none can be recorded any more, say why."""
+        """Discard the graph; if no other may be captured, log the reason."""
         if self.settled and self._recorded is not None:
             self.recorder.give_up(reason)
         self.recorder.calls = 0
@@ -140,7 +140,7 @@ class _Replayed(Generic[Result]):
         self._recorded, self._inputs = None, list[Tensor]()
 
     def __call__(self, obs: Observation) -> Result:
-        if self._mode != self._policy.training:  # dropout and the like are recorded as they were
+        if self._mode != self._policy.training:  # the graph holds dropout etc. as captured
             self.forget("its mode has changed")
         if self._recorded is None and self.recorder.possible and not self.settled:
             if not self.recorder.ready:
@@ -153,17 +153,17 @@ class _Replayed(Generic[Result]):
         return self._recorded.replay()
 
     def warm_up(self, obs: Observation) -> None:
-        """Call it as often as recording needs."""
+        """Run the warm-up calls that capturing needs."""
         self.recorder.calls = 0
         try:
             for _ in range(WARM_UP):
                 self.recorder.warm_up(lambda: self._function(obs))
         except (EmbodiChainError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            # The observation may be none that the policy would ever be given.
+            # A placeholder observation may be invalid for the policy.
             self.recorder.give_up(f"{type(error).__name__}: {error}")
 
     def record(self, obs: Observation, stream: torch.cuda.Stream | None = None) -> None:
-        """Record a call, unless that was found impossible."""
+        """Capture a call, unless that has failed before."""
         if not self.recorder.possible:
             return
         own, generator = obs.clone(), self._policy.generator
@@ -187,14 +187,14 @@ def _leaves(obs: Observation) -> list[Tensor]:
 
 
 CPU_ROWS, GPU_ROWS = 2048, 65_536
-"""Observations valued at a time, which bounds the memory for it; on a CPU their features stay in the cache."""
+"""Maximum number of observations per forward pass of the critic: bounds memory, and fits the cache of a CPU."""
 
 
 class DeferredValues:
-    """Computes the values of a rollout, at its end wherever the policy allows it (``values_apart``).
+    """Computes the values of a rollout, at its end if the policy allows it (``values_apart``).
 
-    Two passes by the weights of the end value every observation, the one after the last step, and each
-    ``final_observation`` at a time limit. Other policies value each observation as they act on it.
+    With the weights at the end, it evaluates all observations, the one after the last step, and each
+    ``final_observation`` at a time limit. Other policies compute the value together with the action.
     """
 
     def __init__(
@@ -204,30 +204,30 @@ class DeferredValues:
         value_now: Callable[[Observation, Tensor | None], Tensor],
         may_look: bool,
     ) -> None:
-        """Value observations on a device; ``value_now`` does so between two steps, where it cannot be put off.
+        """Compute values on ``device``; ``value_now`` computes one between two steps, if it cannot be deferred.
 
-        ``may_look`` tells whether flags can be looked at without waiting for a device. Where they cannot, the final
-        observations of all envs are kept until the end, or valued at once if that would take much memory.
+        ``may_look``: whether flags can be read without synchronising with a device. If not, the final observations of
+        all envs are kept until the end, or evaluated at once if they would take much memory.
         """
         self._policy, self._device, self._value_now, self.may_look = policy, device, value_now, may_look
         self.begin()
 
     def begin(self) -> None:
-        """Begin a rollout."""
+        """Start a rollout."""
         self.deferred = self._policy.values_apart
-        """Whether nothing is valued while acting."""
+        """Whether values are computed at the end of the rollout."""
         self._cut: list[Observation] = []
         self._cut_states: list[Tensor] = []
         self._finals: list[Observation] = []
         self._final_values: list[Tensor] = []
 
     def keep(self, cut: Tensor, final: Observation, state: Tensor | None) -> None:
-        """Set aside the final observations of a step in which a time limit cut the episodes of some envs."""
+        """Keep the final observations ``final`` of the envs that a time limit ended, ``cut`` ``[num_envs]``."""
         if not self._policy.has_critic:
             return
         final = self._policy.seen_by_critic(final)
         if self.may_look:
-            if cut.any() if cut.is_cuda else cut.numpy().any():  # numpy's call on a few flags costs a third of torch's
+            if cut.any() if cut.is_cuda else cut.numpy().any():  # numpy takes a third of torch's time on a few flags
                 rows = cut.nonzero().squeeze(-1)
                 self._cut.append(final[rows.to(final.device)].to(self._device))
                 self._cut_states += [] if state is None else [state[rows]]
@@ -237,7 +237,7 @@ class DeferredValues:
             self._final_values.append(self._value_now(final.to(self._device), state))
 
     def finish(self, buffer: RolloutBuffer, obs: Observation, state: Tensor | None) -> None:
-        """Complete the values of a rollout; ``obs`` and the recurrent ``state`` are those after its last step."""
+        """Write the values of a rollout; ``obs`` and the recurrent ``state`` are those after its last step."""
         storage = buffer.full_storage("collect()")
         everywhere = storage["value"]
         if not self._policy.has_critic:
@@ -249,7 +249,7 @@ class DeferredValues:
         if self.may_look:
             states = None if state is None else torch.cat([state, *self._cut_states])
             last, final = self._values(torch.cat([obs, *self._cut]), states).tensor_split([obs.shape[0]])
-        else:  # all of them: to find those that count would mean to wait
+        else:  # the values of all envs, as selecting would synchronise
             last = self._policy.state_value(obs, state)
             finals = [self._values(torch.cat(self._finals), None)] if self._finals else self._final_values
             final = torch.cat(finals).view_as(everywhere)
@@ -257,7 +257,7 @@ class DeferredValues:
         self.begin()
 
     def _values(self, obs: Observation, state: Tensor | None) -> Tensor:
-        """Return the values ``[rows]`` of observations, some at a time."""
+        """Return the values ``[rows]`` of observations, in several passes if there are many."""
         size = CPU_ROWS if self._device.type == "cpu" else GPU_ROWS
         states = repeat(None) if state is None else state.split(size)
         parts = [self._policy.state_value(part, own) for part, own in zip(obs.split(size), states, strict=False)]

@@ -1,7 +1,7 @@
 """Collects rollouts in the background while a learner updates its policy.
 
-The way of a rollout: ``AsyncCollector`` sends a request -> a ``RolloutWorker`` in a thread, a process or a Ray actor
-(``backends/``) adopts weights and collects -> the result goes into a ``VLABuffer`` -> ``collect`` returns it.
+Data flow: ``AsyncCollector`` sends a request -> a ``RolloutWorker`` in a thread, a process or a Ray actor
+(``backends/``) loads the weights and collects -> the result goes into a ``VLABuffer`` -> ``collect`` returns it.
 """
 
 import atexit
@@ -31,30 +31,31 @@ from embodichain.errors import BufferWaitError, CollectorError, ConfigError, Rol
 from embodichain.utils.torch_runtime import get_random_state, set_random_state
 
 EnvSource = VecEnv | Callable[[], VecEnv]
-"""An environment, or a function that makes one."""
+"""An environment, or a function that returns one."""
 
 _POLL_SECONDS = 0.1
-"""How often a waiting learner looks whether the collector is still alive."""
+"""How often a waiting learner checks that the collector is alive."""
 _UNBOUNDED = 1 << 62
 _NOTHING = TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
 _SAVED = ("number", "statistics", "episodes", "seconds", "waited")
 _backends: weakref.WeakSet[Backend] = weakref.WeakSet()
-"""All that were started; the thread of a backend keeps it alive."""
+"""All started backends; a backend's thread keeps it alive."""
 
 
 @atexit.register
 def _stop_all() -> None:
-    """End the threads of collectors that nobody stopped: Python's end would tear them out of C++ code, and abort."""
+    """Stop the threads of running collectors: the interpreter's exit would kill them inside C++ code, and abort."""
     for backend in list(_backends):
         backend.stop()
 
 
 class Pacing:
-    """Decides how far a collector may run ahead of its learner.
+    """Limits how far a collector may run ahead of its learner.
 
-    Request ``k`` is issued once ``k - settled <= max_policy_lag``, where ``settled`` counts the rollouts that were
-    learned from. Each makes one new version of the policy, so no transition is older than ``max_policy_lag`` versions
-    when it is consumed, and none is thrown away. At most ``capacity`` rollouts are waiting or under way at any time.
+    Request ``k`` is issued once ``k - settled <= max_policy_lag``, where ``settled`` counts the rollouts that the
+    learner is done with. Each update creates one new version of the policy. So no transition is older than
+    ``max_policy_lag`` versions when it is consumed, and none is discarded. At most ``capacity`` rollouts are queued or
+    being collected at any time.
     """
 
     def __init__(self, max_policy_lag: int, capacity: int, first: int = 0) -> None:
@@ -62,7 +63,7 @@ class Pacing:
         self.settled = self.taken = self.next = first
 
     def issue(self, version: int) -> list[RolloutRequest]:
-        """Return the requests that have become possible, stamped with the latest version of the weights."""
+        """Return the requests that may be sent now, with the latest version of the weights."""
         last = min(self.settled + self.max_policy_lag, self.taken + self.capacity - 1)
         requests = [RolloutRequest(number, version) for number in range(self.next, last + 1)]
         self.next = max(self.next, last + 1)
@@ -72,9 +73,9 @@ class Pacing:
 class AsyncCollector(BaseCollector):
     """Collects in the background: ``AsyncCollector(env, policy, buffer, device, callback)``, ``start``, ``collect``.
 
-    The learner calls ``collect`` (or ``buffer.get``) and updates the policy, in turn and in one thread: whenever it
-    calls something here it is between two updates, and that is when new weights are published to the collector's copy
-    of it. ``callback`` is called where it collects, not in the learner's thread.
+    The learner alternates between ``collect`` (or ``buffer.get``) and updates of the policy, in one thread. New weights
+    are published to the collector's copy of the policy when the learner calls a method here, so never during an update.
+    ``callback`` is called where the rollouts are collected, not in the learner's thread.
     """
 
     def __init__(
@@ -90,36 +91,36 @@ class AsyncCollector(BaseCollector):
         make_env: Callable[[], VecEnv] | None = None,
         return_discount: float | None = None,
     ) -> None:
-        """Prepare to collect rollouts into ``buffer``; ``device`` is where they are stored while they grow.
+        """Create a collector that fills ``buffer``; ``device`` is where rollouts are stored while they are collected.
 
-        ``env`` may be a function that makes the environment. A collecting process needs that, and calls it again to
-        replace a simulator that died; it, ``callback`` and ``start_rollout`` must be picklable then. A thread calls it,
-        or ``make_env`` beside an environment, to replace one that raised; without either that one is reset.
+        ``env`` is an environment or a function that returns one. Worker processes need the function, and call it again
+        to replace a simulator that died; ``env``, ``callback`` and ``start_rollout`` must then be picklable. A worker
+        thread calls ``env`` or ``make_env`` to replace an environment that raised; without either, it resets it.
         """
         self.policy, self.buffer = policy, buffer
         self.cfg = cfg = AsyncCfg.from_dict(cfg, source="cfg") if isinstance(cfg, Mapping) else cfg or AsyncCfg()
         self.device = torch.device(device) if device is not None else buffer.device
         self.num_steps = cfg.num_steps
-        """Steps per environment and rollout; ``None`` as long as nobody said."""
+        """Steps per environment and rollout; ``None`` until it is known."""
         first, another = ((lambda: env), make_env) if isinstance(env, VecEnv) else (env, env)
         more: dict[str, Any] = {"make_another": another, "return_discount": return_discount}
         spec = WorkerSpec(first, policy, self.device, callback, start_rollout, cfg, **more)
         self._backend = _make_backend(spec, isinstance(env, VecEnv))
         self.is_running = self._paused = False
-        """Whether it was started, and not stopped since."""
+        """Whether the collector is started."""
         self._held: dict[str, Any] | None = None
         self._store = WeightStore(self.policy, self.cfg)
         self._pacing = Pacing(cfg.max_policy_lag, 0)
         self._results: dict[int, RolloutResult] = {}
-        """What is known about the rollouts in the buffer, by number."""
+        """Metadata of the rollouts in the buffer, by number."""
         self._repeated: Sequence[Sequence[int]] = ()
-        """Number and version of the requests that waited when a run that is resumed was saved."""
+        """Number and version of the requests that were pending in a restored checkpoint."""
         self.episodes = _NOTHING
-        """``return`` and ``length`` of the episodes that ended in the rollout that was taken last."""
+        """``return`` and ``length`` of the episodes that ended in the last rollout taken."""
         self._statistics: dict[str, float] = {}
 
     def start(self) -> None:
-        """Begin to collect; calling it again does nothing."""
+        """Start collecting; does nothing if it is running."""
         if self.is_running:
             return
         num_steps = self._settle_num_steps()
@@ -143,11 +144,11 @@ class AsyncCollector(BaseCollector):
             self._backend.send(RolloutRequest(number, version))
             self._pacing.next = number + 1
         self._repeated = ()
-        if self.cfg.max_policy_lag > 0:  # without any lag nothing happens before the learner asks for a rollout
+        if self.cfg.max_policy_lag > 0:  # with lag 0, the first request waits for collect()
             self._issue()
 
     def stop(self) -> None:
-        """Stop collecting; it always returns, within 5 seconds. Complete rollouts stay in the buffer."""
+        """Stop collecting, within 5 seconds even if a worker hangs. Complete rollouts stay in the buffer."""
         running, self.is_running, self._paused = self.is_running, False, False
         if self.buffer.producer is self:
             self.buffer.producer = None
@@ -155,12 +156,12 @@ class AsyncCollector(BaseCollector):
             self._backend.stop()
 
     def close(self) -> None:
-        """Stop, and close an environment that was made in place of the one that was given."""
+        """Stop, and close an environment that replaced the given one."""
         self.stop()
         self._backend.close()
 
     def pause(self) -> None:
-        """Let the collector wait after its present step; return when it does."""
+        """Pause after the current step; return once the collector is paused."""
         if not self._paused:
             self._command("pause", self.cfg.start_timeout)
             self._paused = True
@@ -172,8 +173,8 @@ class AsyncCollector(BaseCollector):
             self._paused = False
 
     def reset(self, seed: int | None = None) -> None:
-        """Begin with new episodes, before it is started."""
-        self._need_rest("reset()")
+        """Reset all envs; only while the collector is stopped."""
+        self._check_stopped("reset()")
         self._backend.reset(seed)
 
     def __enter__(self) -> Self:
@@ -184,9 +185,9 @@ class AsyncCollector(BaseCollector):
         self.stop()
 
     def collect(self, num_steps: int | None = None) -> TensorDictBase:
-        """Return the next rollout ``[num_envs, num_steps]``, waiting for it; ``CollectorError`` if collection failed.
+        """Wait for the next rollout ``[num_envs, num_steps]`` and return it; ``CollectorError`` if collection failed.
 
-        It belongs to the caller. The collector is started if need be.
+        The caller owns the rollout. Starts the collector if it is not running.
         """
         self._settle_num_steps(num_steps)
         self.start()
@@ -205,18 +206,18 @@ class AsyncCollector(BaseCollector):
             return rollout
 
     def publish(self) -> None:
-        """Give the collector the policy's present weights right after an update, as the next ``collect`` would."""
+        """Publish the policy's weights right after an update, instead of at the next ``collect``."""
         if self.is_running:
             self._publish()
             if self.cfg.max_policy_lag > 0:
                 self._settle()
 
     def statistics(self) -> dict[str, float]:
-        """Return averages of the rollout that was taken last, and how it came about.
+        """Return statistics of the last rollout taken.
 
-        Besides what ``SyncCollector.statistics`` has: ``async/lag_min``, ``lag_mean`` and ``lag_max`` in updates,
-        ``async/behaviour_kl`` between the policy that collected and the present one, ``async/restarts`` of simulators,
-        and ``time/learner_wait_seconds`` and ``time/collector_wait_seconds``, which each side waited for the other.
+        In addition to ``SyncCollector.statistics``: ``async/lag_min``, ``lag_mean`` and ``lag_max`` in updates,
+        ``async/behaviour_kl`` from the policy that collected to the current one, ``async/restarts`` of simulators, and
+        ``time/learner_wait_seconds`` and ``time/collector_wait_seconds``, the time that each side waited for the other.
         """
         return dict(self._statistics)
 
@@ -226,7 +227,7 @@ class AsyncCollector(BaseCollector):
             self._backend.send(snapshot)
 
     def _settle(self) -> None:
-        """Take note that the learner is done with all it has taken, and request what has become possible."""
+        """Mark all taken rollouts as consumed, and send the requests that this allows."""
         self._pacing.settled = self._pacing.taken = self.buffer.first
         self._issue()
 
@@ -238,27 +239,27 @@ class AsyncCollector(BaseCollector):
             self._backend.send(replace(request, random=get_random_state() if shares_random else None))
 
     def before_get(self) -> None:
-        """The learner is between two updates: publish what it has learned, and let the collector continue."""
+        """Publish new weights and send new requests; the learner is between two updates."""
         self.raise_failure()
         if self._store.is_new():
             self._publish()
         self._settle()
 
     def after_get(self, taken: Sequence[tuple[int, TensorDictBase]]) -> None:
-        """Look at what was taken, and let the collector use the room."""
+        """Check the rollouts that were taken, and send requests for the freed space."""
         for number, rollout in taken:
             result = self._results.pop(number, None)
             if result is not None:
                 self._examine(result, rollout)
         first = self._pacing.taken = self.buffer.first
-        for number in tuple(self._results):  # the backend's thread may add to them meanwhile
-            if number < first:  # it was cleared, or overwritten
+        for number in tuple(self._results):  # a copy, as the backend's thread may add to them
+            if number < first:  # cleared or overwritten
                 self._results.pop(number)
         if self.cfg.max_policy_lag > 0:
             self._issue()
 
     def raise_failure(self) -> None:
-        """Raise what keeps the collector from continuing."""
+        """Raise the error that stopped the collector, if any."""
         if self.is_running:
             self._backend.check()
 
@@ -270,7 +271,7 @@ class AsyncCollector(BaseCollector):
                 leaf.record_stream(stream)
         if result.random is not None:
             set_random_state(result.random)
-        versions = rollout["policy_version"][0].tolist()  # all envs of a step have the same
+        versions = rollout["policy_version"][0].tolist()  # equal for all envs of a step
         self._statistics = result.statistics | self._staleness(rollout, versions)
         self._store.check_stamps(versions)
         self._store.forget_before(min(versions))
@@ -283,7 +284,7 @@ class AsyncCollector(BaseCollector):
         }
 
     def _staleness(self, rollout: TensorDictBase, versions: list[int]) -> dict[str, float]:
-        """Return how old a rollout is in updates, and how far the policy has moved since."""
+        """Return the age of a rollout in updates, and the KL divergence of the policy since."""
         now, oldest, limit = int(self.policy.version), min(versions), self.cfg.max_policy_lag
         if now - oldest > limit:
             raise WeightsError(
@@ -309,7 +310,7 @@ class AsyncCollector(BaseCollector):
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep the collector between two rollouts, so that everything can be saved as it is."""
+        """Pause the collector between two rollouts, so that its state can be saved."""
         if not self.is_running:
             yield
             return
@@ -322,13 +323,13 @@ class AsyncCollector(BaseCollector):
                 self._backend.send("resume")
 
     def env_state(self) -> TensorDict | None:
-        """Return the environment's state, ``None`` where it cannot be saved; inside ``hold``."""
-        state: TensorDict | None = self._quiet_state()["env"]
+        """Return the environment's state, ``None`` if it cannot be saved; call it inside ``hold``."""
+        state: TensorDict | None = self._paused_state()["env"]
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything else that the next rollouts depend on: queue, results, weights; inside ``hold``."""
-        state = self._quiet_state()
+        """Return the collector's state: queue, results, weights, pending requests; call it inside ``hold``."""
+        state = self._paused_state()
         needed = {version for _, version in state["requests"]}
         older = [s for s in self._store.kept() if s.version in needed and s is not self._store.latest]
         results = [self._results[number] for number in sorted(self._results)]
@@ -339,8 +340,8 @@ class AsyncCollector(BaseCollector):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], env_state: TensorDictBase | None = None) -> None:
-        """Continue from what ``state_dict`` and ``env_state`` returned; the policy has been restored before."""
-        self._need_rest("load_state_dict()")
+        """Restore ``state_dict`` and ``env_state``; the policy must be restored first."""
+        self._check_stopped("load_state_dict()")
         self._backend.load_state({**state, "env": env_state})
         self.buffer.load_state_dict(state["queue"])
         self._results = {result["number"]: RolloutResult(rollout=_NOTHING, **result) for result in state["results"]}
@@ -352,8 +353,8 @@ class AsyncCollector(BaseCollector):
         self._store.acknowledged.update(*stamps)
 
     def seed_recovery(self, seed: int) -> None:
-        """Let environments that replace failed ones begin episodes that follow from this seed; ``reset`` does so."""
-        self._need_rest("seed_recovery()")
+        """Set the seed for environments that replace failed ones; ``reset`` with a seed does so, too."""
+        self._check_stopped("seed_recovery()")
         self._backend.seed_recovery(seed)
 
     def _command(self, name: Command, timeout: float) -> dict[str, Any] | None:
@@ -362,13 +363,13 @@ class AsyncCollector(BaseCollector):
         self._backend.send(name)
         return self._backend.wait_until_paused(timeout)
 
-    def _quiet_state(self) -> dict[str, Any]:
+    def _paused_state(self) -> dict[str, Any]:
         state = self._held if self.is_running else self._backend.state()
         if state is None:
             raise CollectorError("saving a running collector needs hold() around it")
         return state
 
-    def _need_rest(self, what: str) -> None:
+    def _check_stopped(self, what: str) -> None:
         if self.is_running:
             raise CollectorError(f"{what} needs a collector that is not running: call stop() first")
 
@@ -382,7 +383,7 @@ class AsyncCollector(BaseCollector):
         return _UNBOUNDED if self.buffer.overwrite else self.buffer.buffer_size // size
 
     def _settle_num_steps(self, asked: int | None = None) -> int:
-        """Return the length of rollouts: what is configured, what is asked for first, or what fills the buffer."""
+        """Return the length of rollouts: the configured one, the first one ``asked`` for, or what fills the buffer."""
         if asked is not None and (asked < 1 or asked != (self.num_steps or asked)):
             raise RolloutError(f"expected num_steps to be {self.num_steps or 'at least 1'}, got {asked}")
         if self.num_steps is None and asked is None:
@@ -394,7 +395,7 @@ class AsyncCollector(BaseCollector):
 
 
 def behaviour_kl(policy: Policy, rollout: TensorDictBase, rows: int) -> float:
-    """Return ``KL(mu || pi) = E[pi/mu - 1 - log pi/mu]`` on the trajectories of as many envs as make up ``rows``."""
+    """Return ``KL(mu || pi) = E[pi/mu - 1 - log pi/mu]``, estimated on the first envs with about ``rows`` steps."""
     part = rollout[: max(1, rows // rollout.batch_size[1])].to(policy.device)
     log_importance = log_ratio(evaluate_rollout(policy, part)[0], part["sample_log_prob"], part, "chunk")
     return float(kl_estimate(log_importance).mean())
@@ -412,7 +413,7 @@ def _make_backend(spec: WorkerSpec, is_made: bool) -> Backend:
     if cfg.worker == "process":
         return ProcessBackend(spec)
     if cfg.worker == "ray":
-        from embodichain.agents.rl.collector.backends.ray import RayBackend  # it needs an extra
+        from embodichain.agents.rl.collector.backends.ray import RayBackend  # needs the extra
 
         return RayBackend(spec)
     backend = ThreadBackend(spec)

@@ -1,4 +1,4 @@
-"""What can be set about asynchronous collection."""
+"""Settings of asynchronous collection."""
 
 from typing import Annotated, Literal
 
@@ -13,61 +13,61 @@ class AsyncCfg(Config):
     """Settings of an :class:`AsyncCollector`."""
 
     mode: Literal["sync", "async"] = "sync"
-    """Whether a trainer collects and learns in turn (sync), or both at once (async), for slow policies. ``ray`` is
-    always asynchronous."""
+    """sync alternates between collecting and learning; async does both at once, which helps slow policies. Worker
+    ``ray`` is always asynchronous."""
     worker: Literal["thread", "process", "ray"] = "thread"
-    """Where it collects: in a thread of this process, in a process of its own, which is replaced when its simulator
-    dies or hangs, or in several of them anywhere in a Ray cluster (extra ``ray``)."""
+    """Where rollouts are collected: in a thread, in a separate process, which is replaced when its simulator dies or
+    hangs, or in several processes of a Ray cluster (extra ``ray``)."""
     num_steps: Count | None = None
-    """Steps per environment and rollout; default: what the first ``collect`` asks for, or what fills the buffer. A
-    trainer's ``buffer_size`` decides instead of this."""
+    """Steps per environment and rollout; default: what the first ``collect`` asks for, or what fills the buffer. In a
+    training config, ``trainer.buffer_size`` overrides it."""
     max_policy_lag: Annotated[int, Field(ge=0, le=1024)] = 1
-    """Updates that the learner may be ahead of the policy that collected; the collector waits rather than exceed it.
-    0 is the synchronous algorithm, bit by bit."""
+    """Maximum age of a rollout's policy in updates; the collector waits to respect it. 0 gives exactly the results of
+    synchronous collection."""
     adopt: Literal["step", "rollout", "lockstep"] = "step"
-    """When newer weights are used: from the next step on, from the next rollout on, or always ``max_policy_lag``
-    updates late, which makes a run independent of who is faster: it can be repeated and resumed bit by bit."""
+    """When new weights are used: from the next step on, from the next rollout on, or (lockstep) exactly
+    ``max_policy_lag`` updates late, which makes runs reproducible whatever the timing."""
     pipeline_stages: Annotated[int, Field(ge=1, le=64)] = 1
-    """Groups of environments that take turns: one is simulated while the policy decides for another."""
+    """Groups of environments; one is simulated while the policy computes the actions of another."""
     env_processes: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes that simulate, with equally many environments each, and a whole number of them per group; 0: none,
-    groups are simulated in threads of this process. Faster where pictures are drawn by software or a task has much
-    Python in it. With ``thread``, or without a collector apart."""
+    """Number of simulation processes, a multiple of pipeline_stages; each gets the same number of environments. 0
+    simulates in threads of this process. Faster for software rendering and tasks with much Python code. Only with
+    worker ``thread`` or mode sync."""
     num_threads: Threads | None = None
-    """Torch's threads while collecting; default: one for small policies."""
+    """Number of torch threads while collecting; default: one for small policies."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """Seed of the actions, where collection draws from a random generator of its own: at a lag of 1 or more. Default:
-    the seed of the run, or 0."""
+    """Seed of the collector's random generator for actions, used if max_policy_lag is 1 or more; default: the seed of
+    the run, or 0."""
     step_timeout: Positive = 60.0
-    """Seconds that one step, inference and simulation, may take before the environment counts as hung."""
+    """Seconds that one step (inference and simulation) may take before the environment counts as hung."""
     start_timeout: Positive = 300.0
-    """Seconds that building the environment and the first step of it may take."""
+    """Seconds that building the environment and its first step may take."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a collecting process that died or hung, or an environment that raised, is replaced before that is an
-    error; with ``env_processes``, how often those that failed are. Ten minutes without a fault give the budget back."""
+    """How often a failed worker, environment or env_process is replaced before the run fails. Ten minutes without a
+    failure reset the count."""
     kl_rows: Annotated[int, Field(ge=0)] = 1024
-    """Decisions of each rollout on which the KL divergence from behaviour to current policy is measured; 0: none."""
+    """Transitions per rollout for estimating the KL divergence from behaviour to current policy; 0 disables it."""
     verify_weights: bool = False
-    """Whether weights are hashed when they are published and again when a collector uses them, and compared. It costs
-    a pass over the model each time."""
+    """Whether to compare hashes of the published weights and of those that a collector uses; each takes a pass over the
+    model."""
     num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
-    """With ``ray``: processes that collect, each with ``num_envs`` environments; rollouts come from one at a time, so
-    no more than ``max_policy_lag + 1`` can be at work at once."""
+    """With ``ray``: number of workers, each with ``num_envs`` environments. A rollout comes from one worker, so at most
+    ``max_policy_lag + 1`` can work at the same time."""
     address: str | None = None
-    """With ``ray``: the cluster, as ``HOST:PORT`` or ``auto``; None starts one on this machine, for itself alone."""
+    """With ``ray``: address of the cluster, as ``HOST:PORT`` or ``auto``; default: start a cluster on this machine."""
     placement: PlacementCfg = PlacementCfg()
-    """With ``ray``: what a worker needs of a node; with a GPU, the policy acts on it there."""
+    """With ``ray``: resources of a worker; with a GPU, the policy runs on it."""
     patience: Annotated[float, Field(ge=1)] = 3.0
-    """With ``ray``: times the usual duration of a rollout that all others wait for a slow one, at ``max_policy_lag``,
-    before it is broken off and collected by another worker."""
+    """With ``ray``: a rollout that blocks all others and takes longer than this many times the median is interrupted
+    and collected by another worker."""
 
     def check(self) -> None:
-        """Raise ConfigError for settings that contradict each other."""
+        """Raise ``ConfigError`` for settings that contradict each other."""
         if problems := self.problems():
             raise ConfigError(problems, "collector")
 
     def problems(self) -> list[str]:
-        """Return what contradicts each other."""
+        """Return messages about settings that contradict each other."""
         problems = []
         if self.worker == "ray":
             if self.num_workers > self.max_policy_lag + 1:
@@ -84,7 +84,7 @@ class AsyncCfg(Config):
         return problems
 
     def group_problems(self, num_envs: int) -> list[str]:
-        """Return why so many environments cannot be divided into groups and processes."""
+        """Return messages if ``num_envs`` cannot be divided into groups and processes."""
         stages, processes = self.pipeline_stages, self.env_processes
         problems = []
         if num_envs % stages:
@@ -99,4 +99,4 @@ class AsyncCfg(Config):
 
 
 CollectorBlock = Annotated[AsyncCfg, Shorthand("worker")]
-"""Settings of collection in a config, for which the name of the worker will do: ``"collector": "ray"``."""
+"""Collection settings in a config; the name of the worker alone is a shorthand: ``"collector": "ray"``."""

@@ -1,11 +1,11 @@
-"""Groups of envs in turn: one is simulated while the policy decides for another.
+"""Pipelined collection: one group of envs is simulated while the policy computes the actions of another.
 
-With two groups A and B the policy and the simulation are both busy all the time::
+With two groups A and B, the policy and the simulation are both busy all the time::
 
     policy      A0 B0 A1 B1 A2 B2
     simulation     A0 B0 A1 B1 A2 B2
 
-The order of decisions is fixed, so the random numbers, and with them the rollout, do not depend on who is faster.
+The order of decisions is fixed, so random numbers, and thereby rollouts, do not depend on timing.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class EnvGroups(Protocol):
     device: torch.device
     groups: Sequence[VecEnv]
     slices: Sequence[slice]
-    """Envs of each group."""
+    """Env indices of each group."""
 
     def join(self, results: Sequence[StepResult], obs: TensorDict | None = None) -> StepResult:
-        """Return the steps of all groups as one."""
+        """Concatenate the results of all groups."""
 
 
 class Pipeline:
-    """Collects steps of a ``GroupedEnv``, whose groups take turns."""
+    """Collects steps of a ``GroupedEnv`` with overlapping groups."""
 
     def __init__(self, env: VecEnv, device: torch.device, stages: int) -> None:
         if not isinstance(env, EnvGroups) or len(env.groups) != stages:
@@ -60,7 +60,7 @@ class Pipeline:
         self._groups = [_Group(group, device) for group in env.groups]
 
     def run(self, collector: SyncCollector, obs: Observation, buffer: RolloutBuffer) -> Observation:
-        """Fill a buffer with steps of all envs from an observation on; return the one after them."""
+        """Fill a buffer with steps of all envs, starting from ``obs``; return the observation after them."""
         state, groups = collector.state, self._groups
         for group, rows in zip(groups, self.env.slices, strict=True):
             group.rows = rows
@@ -70,29 +70,28 @@ class Pipeline:
             for group in groups:
                 group.begin(collector)
             for remaining in reversed(range(buffer.num_steps)):
-                begun = [group.decision for group in groups]
+                decisions = [group.decision for group in groups]
                 results, next_version = [], collector.next_version() if remaining else version
                 for group in groups:
                     results.append(group.finish(collector))
                     if remaining:
                         group.begin(collector)
-                obs = collector.record(_join(begun), self._joined(results), version, buffer)
+                obs = collector.record(_join(decisions), self._joined(results), version, buffer)
                 version = next_version
             return obs
-        finally:  # after an error, too: nobody may step an environment that is being stepped
+        finally:  # after an error, too: an environment must not be stepped twice at a time
             for group in groups:
                 group.settle()
 
     def _joined(self, results: list[StepResult]) -> StepResult:
-        """Return a step of all envs on the collector's device, where the groups' observations already are."""
+        """Return the results of all groups as one, on the collector's device, where their observations are already."""
         if self.env.device == self.device:
             return self.env.join(results)
         return result_to(self.env.join(results, torch.cat([group.obs for group in self._groups])), self.device)
 
 
 class _StepThread:
-    """A thread that takes steps in the order they are asked for; one that hangs does not keep the program from ending,
-    as those of an executor do."""
+    """A daemon thread that runs calls in order; unlike an executor's, it does not block the exit if it hangs."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
@@ -100,7 +99,7 @@ class _StepThread:
         threading.Thread(target=self._run, args=(self._calls,), name="embodichain-group", daemon=True).start()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Have a function called; return what will be its result."""
+        """Queue a call; return the future of its result."""
         future: Future[Any] = Future()
         self._calls.put((future, function, args))
         return future
@@ -111,16 +110,16 @@ class _StepThread:
             future, function, args = call
             try:
                 future.set_result(function(*args))
-            except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            except BaseException as error:  # noqa: BLE001 - raised by future.result()
                 future.set_exception(error)
-            del call, future, function, args  # nothing is kept until the next call
+            del call, future, function, args  # release references while waiting for the next call
 
     def __del__(self) -> None:
         self._calls.put(None)
 
 
 class _Group:
-    """One group and its step under way; a thread of its own steps it, unless it simulates elsewhere anyway."""
+    """One group and its running step; stepped in a thread, unless it is simulated in other processes."""
 
     rows: slice
     obs: Observation
@@ -134,7 +133,7 @@ class _Group:
         self._thread = _StepThread()
 
     def begin(self, collector: SyncCollector) -> None:
-        """Decide, and let the simulation continue with that."""
+        """Compute actions and start the simulation step."""
         self.decision = collector.decide(self.obs, self.state, self.rows)
         action = self._bounds.clip(self.decision.action).to(self._env.device)
         if isinstance(self._env, StepsInHalves):
@@ -146,27 +145,27 @@ class _Group:
         self._under_way = True
 
     def finish(self, collector: SyncCollector) -> StepResult:
-        """Wait for the simulation and take its observation."""
+        """Wait for the simulation step and return its result."""
         self._under_way = False
         with collector.env_errors:
             result = self._finish_step()
-        del self._finish_step  # it would keep the result, or an error and all that it passed through
+        del self._finish_step  # release the future's result, or the traceback of its error
         done = result[2] | result[3]
         self.obs = result[0].to(self._device)
         self.state = collector.clear_ended(self.decision.new_state, done.to(self._device))
         return result
 
     def settle(self) -> None:
-        """Wait for a step that nobody wants any more; something else went wrong before."""
+        """Wait for a running step and discard its result, after an error elsewhere."""
         if self._under_way and isinstance(self._env, StepsInHalves):
             with contextlib.suppress(EmbodiChainError):
                 self._env.finish_step()
         elif self._under_way:
-            self._thread.submit(bool).result()  # its turn comes after the step
+            self._thread.submit(bool).result()  # runs after the step
         self._under_way = False
 
 
 def _join(decisions: list[PolicyStep]) -> PolicyStep:
-    """Return the decisions of all groups as one."""
+    """Concatenate the decisions of all groups."""
     parts: list[Any] = [None if values[0] is None else torch.cat(values) for values in zip(*decisions, strict=True)]
     return PolicyStep(*parts)

@@ -1,4 +1,4 @@
-"""What becomes of a collector whose environment fails: another one takes its place, as often as allowed."""
+"""Replaces a collector's environment when it fails."""
 
 import contextlib
 import time
@@ -20,15 +20,15 @@ _NAME = "the environment"
 
 
 def mixed_seed(seed: int, number: int) -> int:
-    """Return the seed of a worker that comes after, or beside, others with the same settings."""
+    """Return a seed for worker or restart ``number``, derived from the common seed."""
     return int(combine(torch.tensor(seed), torch.tensor(number))) % 2**31
 
 
 class EnvRecovery(Recovery):
-    """Replaces an environment that failed, within a budget of restarts; see ``Restarts``.
+    """Replaces an environment that failed, up to a number of restarts; see ``Restarts``.
 
-    One that simulates in other processes starts those again that failed, any other is made anew by ``make_env``, or
-    reset where there is none. Every env begins a new episode, by seeds of its own.
+    An environment in other processes restarts those that failed. Any other is rebuilt by ``make_env``, or reset if
+    there is none. All envs start new episodes with new seeds.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class EnvRecovery(Recovery):
         before_build: Callable[[], None] | None = None,
         silence: float = 0.0,
     ) -> None:
-        """Prepare; ``pause`` waits between two attempts, ``before_build`` is called before each, ``silence`` is for how
-        long an environment may give no answer before it has failed."""
+        """``pause`` waits between two attempts, ``before_build`` is called before each, ``silence`` is the time in
+        seconds after which an environment that does not answer counts as failed."""
         self.seed = 0
         self._make, self._pause, self._before_build = make_env, pause, before_build
         self._restarts = Restarts(_NAME, 1, max_restarts, silence)
-        self._restarts.due()  # the first one is there
+        self._restarts.due()  # the first start, which has happened already
 
     def replace(self, env: VecEnv, error: Exception) -> tuple[VecEnv, Observation]:
-        """Return an environment to continue with, and its first observation; ``CollectorError`` beyond the budget."""
+        """Return a working environment and its first observation; ``CollectorError`` if no restarts are left."""
         while True:
             report, count = FailureReport.of_exception(0, error), self._restarts.replaced[0]
-            if isinstance(error, (WorkerError, EnvironmentHungError)):  # its message tells where that process was
+            if isinstance(error, (WorkerError, EnvironmentHungError)):  # the message locates the fault already
                 report = replace(report, traceback="")
             drop_locals(error)
             if not self._restarts.replace(report, count):
@@ -62,7 +62,7 @@ class EnvRecovery(Recovery):
             try:
                 env = self._renewed(env)
                 return env, env.reset(seed=mixed_seed(self.seed, count + 1))[0]
-            except Exception as again:  # noqa: BLE001 - whatever it is, it counts as another failure
+            except Exception as again:  # noqa: BLE001 - any error counts as another failure
                 error = again
 
     def _renewed(self, env: VecEnv) -> VecEnv:

@@ -1,7 +1,7 @@
-"""An environment in a process of its own: whoever steps it here only waits, and leaves this process's time to others.
+"""An environment in a separate process, so that its simulation does not hold this process's interpreter lock.
 
-It is faster than threads where tasks have much Python in them, or images are rendered by software. One thread can keep
-several busy by ``begin_step`` and ``finish_step``; between two steps their processes prepare reset states.
+It is faster than threads for tasks with much Python code and for software rendering. One thread can step several of
+them at once with ``begin_step`` and ``finish_step``. Between two steps, their processes prepare reset states.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ _made = itertools.count()
 
 
 class RemoteEnv(StepsInHalves):
-    """The environment that ``make`` returns in another process, where it gives the same numbers as it would here.
+    """Runs the environment that ``make`` returns in another process, with the same results as in this one.
 
-    ``make`` is called there: it has to be picklable, and what it makes to live on the CPU. Torch has one thread there.
-    The global random generators are seeded from torch's seed here, differently in every process. An exception of the
-    environment is raised here; if its process dies, that is a ``WorkerError``, and if it does not answer in time, an
-    ``EnvironmentHungError``.
+    ``make`` must be picklable and return an environment on the CPU. The process uses one torch thread. Its global
+    random generators are seeded from torch's seed here, differently in each process. Exceptions of the environment are
+    raised here. ``WorkerError`` is raised if the process dies, ``EnvironmentHungError`` if it does not answer in time.
     """
 
     device = torch.device("cpu")
@@ -48,10 +47,10 @@ class RemoteEnv(StepsInHalves):
     def __init__(
         self, make: Callable[[], VecEnv], *, start_timeout: float = START_TIMEOUT, step_timeout: float = STEP_TIMEOUT
     ) -> None:
-        """Start the process; a step may take ``step_timeout`` seconds, the start, first steps and the rest more."""
+        """Start the process; ``step_timeout`` limits a step, ``start_timeout`` the start and all other calls."""
         self._chunk_size = 1
         self._start(make, start_timeout, step_timeout)
-        self._meet()
+        self._wait_until_built()
 
     @classmethod
     def several(
@@ -61,7 +60,7 @@ class RemoteEnv(StepsInHalves):
         start_timeout: float = START_TIMEOUT,
         step_timeout: float = STEP_TIMEOUT,
     ) -> list[Self]:
-        """Return several environments, whose processes start side by side."""
+        """Return several environments, whose processes start in parallel."""
         envs: list[Self] = []
         try:
             for make in makes:
@@ -71,13 +70,13 @@ class RemoteEnv(StepsInHalves):
                 envs.append(env)
             waiting: dict[Any, Self] = {env._process.channel.socket: env for env in envs}
             deadline = Deadline(start_timeout)
-            while waiting:  # in the order in which they are there, so that a failure is told at once
+            while waiting:  # in the order in which they answer, so that a failure is raised at once
                 left = deadline.remaining()
                 for connection in wait(list(waiting), left) if left else list(waiting):
-                    waiting.pop(connection)._meet(waited=not left)
+                    waiting.pop(connection)._wait_until_built(waited=not left)
         except BaseException:
             for env in envs:
-                env._process.kill()  # they have done nothing yet that would have to be ended in good order
+                env._process.kill()  # nothing to shut down cleanly yet
             for env in envs:
                 env.close()
             raise
@@ -88,7 +87,7 @@ class RemoteEnv(StepsInHalves):
         self._timeouts = {"start_timeout": start_timeout, "step_timeout": step_timeout}
         self._steps = 0
         self._failed = True
-        """Whether it, or its process, did not do what it was asked last."""
+        """Whether the last request failed or was not answered."""
         self._turn = threading.Lock()
         self._under_way = self._closed = False
         try:
@@ -97,8 +96,8 @@ class RemoteEnv(StepsInHalves):
             raise EnvContractError(f"what makes the environment: {error}") from None
         self._channel = RequestChannel(self._process.channel, asks=True)
 
-    def _meet(self, waited: bool = False) -> None:
-        """Wait for the environment to be made, unless it was waited for long enough, and learn what it is like."""
+    def _wait_until_built(self, waited: bool = False) -> None:
+        """Wait until the environment is built (not at all if ``waited``), and set its spaces and sizes."""
         with self._exchange():
             about = self._answer(waited=waited)
         self._describe(about)
@@ -115,7 +114,7 @@ class RemoteEnv(StepsInHalves):
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Process id."""
         return self._process.pid
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
@@ -142,19 +141,19 @@ class RemoteEnv(StepsInHalves):
         return obs, reward, terminated, truncated, info
 
     def in_chunks(self, chunk_size: int) -> RemoteEnv:
-        """Let a decision be so many actions from now on (see ``embodichain.envs.wrappers``), and return this."""
+        """Make each step take a chunk of actions (see ``embodichain.envs.wrappers``); return ``self``."""
         self._describe(self._ask("in_chunks", chunk_size))
         self._chunk_size = chunk_size
         return self
 
     def restart(self) -> None:
-        """Replace the process if it ended, hung, or did not do what it was asked last; ``reset`` has to follow."""
+        """Replace the process if it died, hung, or failed in the last request; call ``reset`` afterwards."""
         if self._closed or not self._failed:
             return
         self._process.kill()
         self._channel.close()
         self._start(self._make, *self._timeouts.values())
-        self._meet()
+        self._wait_until_built()
         if self._chunk_size > 1:
             self.in_chunks(self._chunk_size)
 
@@ -177,11 +176,11 @@ class RemoteEnv(StepsInHalves):
             return
         self._closed = True
         try:
-            self._process.channel.shut_down()  # whoever waits for an answer in another thread hears of that
+            self._process.channel.shut_down()  # wakes a thread that waits for an answer
             self._process.wait(_GRACE_SECONDS)
         finally:
             self._process.kill()
-        if self._turn.acquire(timeout=_GRACE_SECONDS):  # not so in a signal handler that interrupted a step
+        if self._turn.acquire(timeout=_GRACE_SECONDS):  # fails in a signal handler that interrupted a step
             self._channel.close()
             self._turn.release()
 
@@ -196,7 +195,7 @@ class RemoteEnv(StepsInHalves):
         self._channel.send(name, list(args))
 
     def _answer(self, limit: str = "start_timeout", waited: bool = False) -> Any:
-        """Return what the process answers in time; end a process that does not."""
+        """Return the answer of the process; kill the process if it does not answer in time."""
         seconds, self._failed = self._timeouts[limit], True
         try:
             kind, content = self._channel.receive(0.0 if waited else seconds)
@@ -212,7 +211,7 @@ class RemoteEnv(StepsInHalves):
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Talk to the process, one thread at a time; say what became of it if nobody is there any more."""
+        """Hold the lock of the connection; turn a closed connection into an error that says how the process ended."""
         with self._turn:
             try:
                 if self._closed:
@@ -225,7 +224,7 @@ class RemoteEnv(StepsInHalves):
 
 
 def _serve(channel: Channel, _: Heartbeat, make: Callable[[], VecEnv], seed: int) -> None:
-    """Make the environment and do what is asked of it until nobody is there to ask."""
+    """Build the environment and answer requests until the connection closes."""
     seed_everything(seed)
     with contextlib.closing(make()) as made:
         _answer_all(made, RequestChannel(channel, asks=False))
@@ -239,7 +238,7 @@ def _answer_all(env: VecEnv, channel: RequestChannel) -> None:
                 answer: Any = _about(env)
             elif name == "step":
                 answer = env.step(*args)
-                if answer[4].get("final_observation") is answer[0]:  # nobody ended; it is not sent twice
+                if answer[4].get("final_observation") is answer[0]:  # no episode ended: do not send it twice
                     info = {name: part for name, part in answer[4].items() if name != "final_observation"}
                     answer = (*answer[:4], info)
             elif name == "in_chunks":
@@ -248,10 +247,10 @@ def _answer_all(env: VecEnv, channel: RequestChannel) -> None:
             else:
                 answer = getattr(env, name)(*args)
             channel.send("answer", answer)
-        except Exception as error:  # noqa: BLE001 - it is raised where the request came from
+        except Exception as error:  # noqa: BLE001 - raised in the requesting process
             channel.send("failed", FailureReport.of_exception(os.getpid(), error).to_json())
         if name == "step" and not channel.channel.has_arrived():
-            with contextlib.suppress(Exception):  # the step that needs it will fail in the same way, and say so
+            with contextlib.suppress(Exception):  # the step that needs it will raise the same error
                 env.prepare()
         name, args = channel.receive()
 

@@ -1,6 +1,6 @@
-"""What collects rollouts for a learner, be it in a thread, a process or a Ray actor, and how the two talk.
+"""The worker that collects rollouts in a thread, a process or a Ray actor, and its messages with the learner.
 
-A worker can be paused, stopped and given new weights between two environment steps, and nowhere else.
+A worker is paused, stopped and given new weights only between two environment steps.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ from embodichain.errors import WeightsError
 from embodichain.utils.torch_runtime import get_random_state, set_random_state
 
 _BEAT_SECONDS = 0.5
-"""How often a worker that waits shows that it is alive."""
+"""Interval of the heartbeats of a waiting worker."""
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """The permission to collect a rollout."""
+    """A request to collect one rollout."""
 
     number: int
-    """Number of the rollout; they are collected in this order."""
+    """Number of the rollout; rollouts are collected in this order."""
     version: int
-    """Latest weights when it was issued; with ``lockstep`` the ones to use."""
+    """Latest version of the weights when the request was sent; with ``lockstep`` the version to use."""
     random: dict[str, Any] | None = None
-    """Random state to continue from, where collector and learner share one although they are two processes."""
+    """Random state to continue from, if learner and worker process share one random sequence."""
 
 
 Command = Literal["pause", "save", "resume", "stop"]
-"""``pause`` waits after the present step; ``save`` finishes the rollout, reports its state and waits; ``resume``
-continues; ``stop`` ends."""
+"""``pause`` waits after the current step; ``save`` finishes the rollout, reports the state and waits; ``resume``
+continues; ``stop`` ends the worker."""
 Instruction = RolloutRequest | WeightSnapshot | Command
 
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """A rollout and what is to be known about it."""
+    """A rollout and its metadata."""
 
     number: int
     rollout: TensorDictBase
-    """``[num_envs, num_steps]``; it belongs to whoever gets it."""
+    """``[num_envs, num_steps]``; the receiver owns it."""
     statistics: dict[str, float]
     episodes: TensorDict
-    """``return`` and ``length`` of the episodes that ended in it."""
+    """``return`` and ``length`` of the episodes that ended in the rollout."""
     seconds: float
     """Time it took to collect."""
     waited: float
-    """Time that was spent waiting for its request before."""
+    """Time the worker waited for the request."""
     random: dict[str, Any] | None = None
-    """Random state to continue from, if the request brought one."""
+    """Random state to continue from, if the request had one."""
     ready: torch.cuda.Event | None = field(default=None, compare=False)
-    """On a GPU: when the rollout is complete."""
+    """On a GPU, recorded when the rollout is complete."""
 
     def content(self) -> dict[str, Any]:
-        """Return what another process is sent; the rollout in the order in which it lies in memory."""
+        """Return the message for another process, with the rollout time-major, as it is stored."""
         content = {name: value for name, value in vars(self).items() if name not in ("rollout", "ready")}
         return content | {"steps": self.rollout.transpose(0, 1)}
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> RolloutResult:
-        """Return what another process sent."""
+        """Return the result from the message of another process."""
         parts = dict(content)
         return RolloutResult(rollout=parts.pop("steps").transpose(0, 1), **parts)
 
@@ -84,46 +84,46 @@ class Endpoint(Protocol):
     heartbeat: Heartbeat
 
     def receive(self, timeout: float | None) -> Instruction | None:
-        """Return the next instruction, waiting for it at most so long."""
+        """Return the next instruction, or ``None`` after ``timeout`` seconds."""
 
     def report(self, kind: str, content: Any) -> None:
-        """Report weights ``adopted`` (version, hash), a request's ``result``, or ``paused`` (after ``save``: state)."""
+        """Report ``adopted`` weights (version, hash), a ``result``, or ``paused`` (after ``save`` with the state)."""
 
 
-class Stopped(Exception):  # noqa: N818 - it is no error
-    """Somebody asked the worker to end."""
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The worker was asked to stop."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """How a worker is set up; one in another process is sent this."""
+    """Everything needed to set up a worker, possibly in another process."""
 
     make_env: Callable[[], VecEnv]
     policy: Policy
     device: torch.device
-    """Where rollouts are stored."""
+    """Device on which rollouts are stored."""
     callback: StepCallback | None
     start_rollout: RolloutStart | None
     cfg: AsyncCfg
     num_steps: int = 1
     """Steps per environment and rollout."""
     make_another: Callable[[], VecEnv] | None = None
-    """In a thread: makes an environment in place of one that failed."""
+    """In a thread, replaces an environment that failed."""
     return_discount: float | None = None
-    """Discount of the returns that rollouts are to have, if any."""
+    """Discount of ``discounted_return``, if rollouts need it."""
 
     def for_another_process(self) -> WorkerSpec:
-        """Return it with a policy that can be sent: a copy without weights."""
+        """Return a picklable copy, whose policy has no weights."""
         return replace(self, policy=without_weights(self.policy), make_another=None)
 
 
 class RolloutWorker:
-    """An environment, a copy of the policy, and the loop that collects rollouts with them by request."""
+    """Collects rollouts on request, with its own environment and its own copy of the policy."""
 
     def __init__(self, env: VecEnv, spec: WorkerSpec) -> None:
         cfg = spec.cfg
         self.cfg, self.copy = cfg, InferenceCopy(spec.policy)
-        if cfg.max_policy_lag > 0:  # it runs beside the learner, so neither may disturb the other's random numbers
+        if cfg.max_policy_lag > 0:  # concurrent with the learner, so both need their own random numbers
             self.copy.policy.generator = torch.Generator(spec.policy.device).manual_seed(cfg.seed or 0)
         self.collector = SyncCollector(
             env,
@@ -136,18 +136,18 @@ class RolloutWorker:
             return_discount=spec.return_discount,
         )
         device = self.collector.device
-        # Its kernels come first: they are short, and simulation waits for them, while those of an update are long.
+        # High priority: the simulation waits for these short kernels, while those of an update are long.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._endpoint: Endpoint
         self.clear()
 
     @property
     def env(self) -> VecEnv:
-        """The environment it collects in at present."""
+        """The current environment."""
         return self.collector.env
 
     def state(self, requests: tuple[RolloutRequest, ...] = ()) -> dict[str, Any]:
-        """Return everything that the next rollout depends on; ``requests`` are those that wait."""
+        """Return the worker's state; ``requests`` are the pending ones."""
         env, generator = self.collector.env_state(), self.copy.policy.generator
         return {
             "collector": {name: part.clone() for name, part in self.collector.state_dict().items()},
@@ -157,7 +157,7 @@ class RolloutWorker:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> bool:
-        """Continue from a state; return whether the environment's was in it. The learner repeats the requests."""
+        """Restore a state; return whether it includes the environment. The learner sends pending requests again."""
         env, generator = self.env, self.copy.policy.generator
         if generator is not None and state["generator"] is not None:
             generator.set_state(state["generator"].cpu().clone())
@@ -168,14 +168,14 @@ class RolloutWorker:
         return True
 
     def clear(self) -> None:
-        """Forget the requests and weights that a learner has sent."""
+        """Discard all requests and weights received."""
         self._requests: deque[RolloutRequest] = deque()
         self._snapshots: dict[int, WeightSnapshot] = {}
         self._in_use: int | None = None
-        self._paused = self._save_asked = False
+        self._paused = self._save_requested = False
 
     def run(self, endpoint: Endpoint, num_steps: int) -> None:
-        """Collect rollouts of ``num_steps`` steps until told to stop."""
+        """Collect rollouts of ``num_steps`` steps until stopped."""
         self._endpoint = endpoint
         self.collector.before_step = self._between_steps
         stream: AbstractContextManager[Any] = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -197,7 +197,7 @@ class RolloutWorker:
         self._adopt(request.version if self.cfg.adopt == "lockstep" else max(self._snapshots))
         if request.random is not None:
             set_random_state(request.random)
-        self.collector.buffer = None  # a rollout belongs to whoever gets it: the next one is written elsewhere
+        self.collector.buffer = None  # new memory for each rollout, as the receiver owns it
         rollout = self.collector.collect(num_steps)
         result = RolloutResult(
             request.number,
@@ -213,11 +213,11 @@ class RolloutWorker:
         self._endpoint.report("result", result)
 
     def _next_request(self) -> RolloutRequest:
-        """Wait for a request; only here the state is complete and can be saved."""
+        """Wait for a request; the state can only be saved here, between two rollouts."""
         while True:
             self._receive_all()
-            if self._save_asked:
-                self._save_asked = False
+            if self._save_requested:
+                self._save_requested = False
                 self._pause(self.state(tuple(self._requests)))
             elif self._paused:
                 self._pause(None)
@@ -242,7 +242,7 @@ class RolloutWorker:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait for an instruction; give signs of life meanwhile."""
+        """Wait for an instruction, with a heartbeat."""
         self._endpoint.heartbeat.beat(busy=False)
         self._follow(self._endpoint.receive(_BEAT_SECONDS))
 
@@ -260,7 +260,7 @@ class RolloutWorker:
         elif instruction == "stop":
             raise Stopped
         elif instruction is not None:
-            self._paused, self._save_asked = instruction == "pause", instruction == "save"
+            self._paused, self._save_requested = instruction == "pause", instruction == "save"
 
     def _adopt(self, version: int) -> None:
         if self._in_use is not None and version <= self._in_use:
@@ -269,6 +269,6 @@ class RolloutWorker:
             raise WeightsError(f"version {version} is wanted, but {sorted(self._snapshots)} arrived")
         self._in_use, digest = self.copy.adopt(self._snapshots[version])
         self._endpoint.report("adopted", {"version": self._in_use, "digest": digest})
-        self.collector.record_policy()  # if that had to wait for weights
+        self.collector.record_policy()  # captured here if there were no weights before
         for old in [v for v in self._snapshots if v < version]:
             del self._snapshots[old]

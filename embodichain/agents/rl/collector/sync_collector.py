@@ -1,4 +1,4 @@
-"""Collects rollouts in the calling thread: act, step, write, ``num_steps`` times."""
+"""Collects rollouts synchronously, in the calling thread."""
 
 from collections.abc import Callable, Mapping
 
@@ -30,14 +30,14 @@ from embodichain.errors import ActionError, CheckpointError, NotFiniteError, Rol
 from embodichain.utils.torch_runtime import torch_threads
 
 RolloutStart = Callable[[VecEnv], Observation | None]
-"""Called before each rollout; returns the observation if it reset the environment, else ``None``."""
+"""Called before each rollout; returns the first observation if it reset the environment, else ``None``."""
 
 
 class SyncCollector(BaseCollector):
     """Collects complete rollouts: ``SyncCollector(env, policy, device, callback).collect(num_steps=2048)``.
 
     A rollout is valid until the next ``collect``. The environment is reset once, before the first rollout.
-    ``DeferredValues`` tells when values are computed. With envs on a GPU, ``collect`` never waits for it.
+    ``DeferredValues`` decides when values are computed. With envs on a GPU, ``collect`` never synchronises with it.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class SyncCollector(BaseCollector):
         pipeline_stages: int = 1,
         return_discount: float | None = None,
     ) -> None:
-        """Prepare to collect.
+        """Create a collector.
 
-        ``device`` is where rollouts are stored (default: the policy's), ``start_rollout`` may reset the environment
-        before each rollout, ``num_threads`` is torch's thread count while collecting (default: one for small policies).
-        ``pipeline_stages=2`` needs a ``GroupedEnv`` of two groups (``pipeline.py``). With ``return_discount``, rollouts
-        have a ``discounted_return``, which algorithms need that normalise rewards.
+        ``device`` is where rollouts are stored (default: the policy's). ``start_rollout`` may reset the environment
+        before each rollout. ``num_threads`` is torch's thread count while collecting (default: one for small policies).
+        ``pipeline_stages=2`` needs a ``GroupedEnv`` of two groups (``pipeline.py``). ``return_discount`` adds
+        ``discounted_return`` to rollouts, which reward normalisation needs.
         """
         self.env = env
         self._bounds = ActionBounds(env.action_space)
@@ -68,25 +68,25 @@ class SyncCollector(BaseCollector):
         self.start_rollout = start_rollout
         self.num_threads = num_threads if num_threads is not None else collection_threads(policy, env.num_envs)
         self.obs: Observation | None = None
-        """The observation that the next action answers to."""
+        """The current observation, ``None`` before the first reset."""
         self.state: Tensor | None = None
         """The recurrent state before that observation."""
         self.tracker = EpisodeTracker(env.num_envs, self.device)
         self.recovery: Recovery | None = None
-        """What replaces an environment that raises; without it, the error ends the collection."""
+        """Replaces an environment that raises; if ``None``, the error propagates."""
         self.env_errors = EnvErrors()
         self._discount = return_discount
         self._returns: DiscountedReturns | None = None
         self.before_step: Callable[[], None] | None = None
-        """Called before every decision, when the policy may change or collection may be broken off."""
+        """Called before each step; it may change the policy's weights, or raise to stop the collection."""
         self._pipeline = None if pipeline_stages == 1 else Pipeline(env, self.device, pipeline_stages)
         self._averages = InfoAverages()
-        self._begins_anew = False
+        self._starts_episodes = False
         self.policy = policy
 
     @property
     def policy(self) -> Policy:
-        """The policy that decides; another one may take its place between two rollouts."""
+        """The policy that acts; it may be replaced between two rollouts."""
         return self._policy
 
     @policy.setter
@@ -96,7 +96,7 @@ class SyncCollector(BaseCollector):
         self._values = DeferredValues(policy, self.device, self._decider.value, may_look=self.env.device.type != "cuda")
 
     def reset(self, seed: int | None = None) -> None:
-        """Reset all envs and begin with new episodes."""
+        """Reset all envs."""
         if seed is not None:
             self.seed_recovery(seed)
         with self.env_errors:
@@ -104,21 +104,22 @@ class SyncCollector(BaseCollector):
         self.begin(obs)
 
     def seed_recovery(self, seed: int) -> None:
-        """Let environments that replace failed ones begin episodes that follow from this seed; ``reset`` does so."""
+        """Set the seed for environments that replace failed ones; ``reset`` with a seed does so, too."""
         if self.recovery is not None:
             self.recovery.seed = seed
 
     def begin(self, obs: Observation) -> None:
-        """Begin with an observation that begins an episode in every env."""
+        """Start new episodes in all envs from ``obs``, their first observation."""
         self.obs = obs.to(self.device)
         self.state = self.policy.initial_state(self.env.num_envs)
         self.tracker.reset()
-        self._returns = self._no_returns()
+        self._returns = self._new_returns()
 
     def collect(self, num_steps: int) -> TensorDictBase:
-        """Return a rollout ``[num_envs, num_steps]``, valid until the next call; an error resets all envs after it.
+        """Return a rollout ``[num_envs, num_steps]``, valid until the next call.
 
-        With a ``recovery``, a rollout whose environment failed begins again from new episodes, in another one.
+        After an error, the next call resets all envs. With ``recovery``, a failed environment is replaced and the
+        rollout restarts with new episodes.
         """
         if num_steps < 1:
             raise RolloutError(f"num_steps must be at least 1, got {num_steps}")
@@ -130,7 +131,7 @@ class SyncCollector(BaseCollector):
                     raise
 
     def _recover(self, error: Exception) -> bool:
-        """Get another environment in place of one that raised; tell whether that is what has happened."""
+        """Replace the environment if it raised this error; return whether it did."""
         if self.recovery is None or not self.env_errors.include(error):
             return False
         self.env, obs = self.recovery.replace(self.env, error)
@@ -162,7 +163,7 @@ class SyncCollector(BaseCollector):
             self._values.finish(buffer, obs, self.state)
             storage = buffer.full_storage("collect()")
             parts = storage["reward"], storage["done"], storage.get("num_actions", None)
-            self.tracker.update(*parts, self._begins_anew)
+            self.tracker.update(*parts, self._starts_episodes)
             if self._returns is not None:
                 returns = self._returns.update(*parts, storage.get("chunk_reward", None))
                 buffer.set_extras({"discounted_return": returns})
@@ -170,21 +171,21 @@ class SyncCollector(BaseCollector):
 
     @property
     def episodes(self) -> TensorDict:
-        """``return`` and ``length`` of the last rollout's episodes, in the order of their ends; see ``statistics``."""
+        """``return`` and ``length`` of the episodes that ended in the last rollout, in order; see ``statistics``."""
         return self.tracker.ended
 
     def statistics(self) -> dict[str, float]:
-        """Return the last rollout's averages: reward parts, metrics, and returns and lengths of episodes.
+        """Return averages over the last rollout: reward terms, metrics, and returns and lengths of episodes.
 
-        ``rewards/x`` and ``metrics/x`` are means over all steps; ``episode/x`` is the mean over finished episodes, of a
-        metric in their last step. There is no ``episode/...`` when none finished, except ``episode/count``. Where
-        ``start_rollout`` resets the environment, the first episode of each env counts, and no other: until it is done,
-        or until the rollout cuts it.
+        ``rewards/x`` and ``metrics/x`` are means over all steps. ``episode/x`` is the mean over finished episodes of a
+        metric at their last step. If no episode finished, ``episode/count`` is the only ``episode/...``. If
+        ``start_rollout`` resets the environment, only the first episode of each env counts, up to its end or the end of
+        the rollout.
         """
         return summarize(self._averages, self.episodes)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return everything the next rollout depends on, apart from policy, environment and random state."""
+        """Return the collector's state, without policy, environment and random state."""
         if self.obs is None:
             return {}
         state = {"episode_return": self.tracker.episode_return, "episode_length": self.tracker.episode_length}
@@ -195,7 +196,7 @@ class SyncCollector(BaseCollector):
         return state | dict(TensorDict({"observation": self.obs}, [self.env.num_envs]).flatten_keys("/").items())
 
     def env_state(self) -> TensorDict | None:
-        """Return the environment's state, ``None`` where it cannot be saved."""
+        """Return the environment's state, ``None`` if it cannot be saved."""
         if not self.env.supports_state:
             return None
         try:
@@ -207,7 +208,7 @@ class SyncCollector(BaseCollector):
             return self.env.get_state()
 
     def load_state_dict(self, state: Mapping[str, Tensor], env_state: TensorDictBase | None = None) -> None:
-        """Continue from where ``state_dict`` (and ``env_state``) were taken; the environment is not reset."""
+        """Restore ``state_dict`` (and ``env_state``); the environment is not reset."""
         if env_state is not None:
             self.env.set_state(env_state.to(self.env.device))
         if not state:
@@ -219,24 +220,24 @@ class SyncCollector(BaseCollector):
             raise CheckpointError(f"{wrong[0]}: expected [{self.env.num_envs}], got {list(state[wrong[0]].shape)}")
         self.tracker.episode_return = state["episode_return"].to(self.device, copy=True)
         self.tracker.episode_length = state["episode_length"].to(self.device, copy=True)
-        self._returns = self._no_returns()
+        self._returns = self._new_returns()
         if self._returns is not None and "discounted_return" in state:
             self._returns.value = state["discounted_return"].to(self.device, copy=True)
         self.state = state["hidden"].to(self.device, copy=True) if "hidden" in state else None
         obs = {name: leaf.to(self.device, copy=True) for name, leaf in state.items() if name.startswith("observation")}
         self.obs = TensorDict(obs, [self.env.num_envs], device=self.device).unflatten_keys("/")["observation"]
 
-    def _no_returns(self) -> DiscountedReturns | None:
+    def _new_returns(self) -> DiscountedReturns | None:
         return None if self._discount is None else DiscountedReturns(self._discount, self.env.num_envs, self.device)
 
     def next_version(self) -> Tensor:
-        """Call ``before_step``; return the version ``[]`` of the policy that decides next, for all envs."""
+        """Call ``before_step``; return the policy's version ``[]`` for the next step of all envs."""
         self._decider.renew_noise(self.env.num_envs)
         if self.before_step is None:
             version = self.policy.version
             return version if version.device == self.device else version.to(self.device)
         self.before_step()
-        return self.policy.version.to(self.device, copy=True)  # the policy's own may change before it is written down
+        return self.policy.version.to(self.device, copy=True)  # the original may change before the step is recorded
 
     def _begin_rollout(self) -> Observation:
         with self.env_errors:
@@ -245,24 +246,24 @@ class SyncCollector(BaseCollector):
             self.begin(fresh)
         elif self.obs is None:
             self.reset()
-        self._begins_anew = fresh is not None
-        self._averages = InfoAverages(self._begins_anew)
+        self._starts_episodes = fresh is not None
+        self._averages = InfoAverages(self._starts_episodes)
         self._values.begin()
         self._decider.refresh()
-        if self.buffer is not None and len(self.buffer):  # of the last rollout, or of one that an error broke off
+        if self.buffer is not None and len(self.buffer):  # the last rollout, or one that an error interrupted
             self.buffer.clear()
         if self.obs is None:
             raise RolloutError("the environment gave no observation")
         return self.obs
 
     def decide(self, obs: Observation, state: Tensor | None, rows: slice = slice(None)) -> PolicyStep:
-        """Let the policy choose the actions of some envs, ``rows``."""
+        """Return the policy's actions for the envs ``rows``."""
         kept = self.callback is not None or self._pipeline is not None
         self.policy.hold_rows(rows.start or 0, self.env.num_envs)
         return self._decider.decide(obs, state, self._values.deferred, kept, rows)
 
     def record_policy(self) -> None:
-        """On a GPU: record the policy's decisions now, because from now on another thread uses the device, too."""
+        """On a GPU, capture the policy's CUDA graphs now, before another thread uses the device, too."""
         if not self._decider.records:
             return
         rows = self.env.num_envs // (1 if self._pipeline is None else len(self._pipeline.env.groups))
@@ -274,10 +275,10 @@ class SyncCollector(BaseCollector):
             self._decider.record(obs)
 
     def record(self, decision: PolicyStep, result: StepResult, version: Tensor, buffer: RolloutBuffer) -> Observation:
-        """Write a step of all envs to a buffer; return the next observation."""
+        """Write a step of all envs to the buffer; return the next observation."""
         next_obs, reward, terminated, truncated, info = result
         done = terminated | truncated
-        if info["final_observation"] is not next_obs or not self._values.may_look:  # else no episode ended
+        if info["final_observation"] is not next_obs or not self._values.may_look:  # otherwise no episode ended
             self._values.keep(truncated & ~terminated, info["final_observation"], decision.new_state)
         parts = {"terminated": terminated, "truncated": truncated, "policy_version": version}
         parts |= {name: part.to(self.device) for name, part in info.get("chunk", {}).items()}
@@ -294,14 +295,14 @@ class SyncCollector(BaseCollector):
         return next_obs
 
     def _env_step(self, action: Tensor) -> StepResult:
-        """Step the environment, wherever it lives; ``info`` stays there."""
-        bounded = self._bounds.clip(action)  # rollouts keep the sampled one, as its probability is that one's
+        """Step the environment with clipped actions; the result is on the collector's device, except ``info``."""
+        bounded = self._bounds.clip(action)  # rollouts store the unclipped action, to which log_prob belongs
         with self.env_errors:
             result = self.env.step(bounded.to(self.env.device))
         return result if self.env.device == self.device else result_to(result, self.device)
 
     def clear_ended(self, state: Tensor | None, done: Tensor) -> Tensor | None:
-        """Return a recurrent state in which the rows of ended episodes are initial ones."""
+        """Return a recurrent state with the rows of ended episodes reset."""
         initial = self.policy.initial_state(1)
         if state is None or initial is None:
             return state
@@ -309,7 +310,7 @@ class SyncCollector(BaseCollector):
 
 
 def _blame_observation(obs: Observation, error: ActionError) -> None:
-    """Raise ``NotFiniteError`` if an action is wrong because what the policy was shown is not finite."""
+    """Raise ``NotFiniteError`` if the observation behind an invalid action is not finite."""
     for path, leaf in [((), obs)] if isinstance(obs, Tensor) else sorted_leaves(obs):
         if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
             env = int((~leaf.isfinite()).flatten(1).any(1).nonzero()[0])

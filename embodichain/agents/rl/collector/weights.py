@@ -1,15 +1,15 @@
-"""Weights on their way from a learner to its collectors: numbered snapshots in memory that is used again.
+"""Versioned snapshots of the policy's weights, which a learner publishes and its collectors adopt.
 
-The learner publishes a snapshot between two updates; a collector adopts it, in a policy of its own, between two
-environment steps. So no module is ever read while an optimiser writes it.
+The learner publishes a snapshot between two updates. A collector loads it into its own policy between two environment
+steps. So no module is read while an optimiser writes it.
 
-Publishing copies the policy into a slot that nobody uses, adopting leases a slot, and a leased slot is not written to:
-weights cannot be torn. On a CPU the parameters of the collector's policy *are* the leased slot, so there are two slots.
-On a GPU parameters keep their addresses for CUDA graphs and are copied from the one slot. Newer weights overwrite those
-that nobody has adopted; in lockstep those that requests ask for are kept, up to ``max_policy_lag + 1`` more. Workers of
-a Ray cluster get snapshots through the object store, and these are never overwritten.
+Publishing copies the policy into a free slot. Adopting leases a slot, and a leased slot is not written to, so weights
+are never torn. On a CPU, the parameters of the collector's policy are views of the leased slot, so there are two slots.
+On a GPU, parameters keep their addresses for CUDA graphs and are copied from a single slot. Newer weights overwrite
+those that are not leased. In lockstep, the versions that requests need are kept, up to ``max_policy_lag + 1`` more
+slots. Workers of a Ray cluster get snapshots through the object store, which are never overwritten.
 
-With ``verify_weights`` a collector compares the hash of the weights it really uses with that of the snapshot.
+With ``verify_weights``, a collector compares the hash of the weights it uses with that of the snapshot.
 """
 
 import copy
@@ -32,20 +32,20 @@ from embodichain.utils.cuda_graphs import copy_together
 from embodichain.utils.tensor_tree import BlockLayout
 
 _HEADER = 64
-"""Bytes of a shared slot before the weights; they begin with the version."""
+"""Bytes of a shared slot before the weights; the first are the version."""
 _INCOMPLETE = -1
 _WAIT_SECONDS = 0.001
 
 
 class WeightLayout:
-    """Where every parameter and buffer of a module lies in one flat block of memory."""
+    """Offsets of a module's parameters and buffers in one flat block of memory."""
 
     def __init__(self, module: nn.Module) -> None:
         self._block = BlockLayout.of(module.state_dict())
         self.nbytes = self._block.nbytes
 
     def views(self, data: Tensor) -> dict[str, Tensor]:
-        """Return flat memory, uint8 ``[nbytes]``, as the tensors that lie in it."""
+        """Return the tensors in flat memory (uint8 ``[nbytes]``) as views, by name."""
         if data.numel() != self.nbytes:
             raise WeightsError(f"expected {self.nbytes} bytes of weights, got {data.numel()}: the policies differ")
         return self._block.views(data)
@@ -64,7 +64,7 @@ class WeightLayout:
 
     @torch.no_grad()
     def assign(self, data: Tensor, module: nn.Module) -> None:
-        """Let a module's parameters lie in flat memory from now on; buffers, which it may write to, are copied."""
+        """Make a module's parameters views of flat memory; buffers are copied, as the module may write to them."""
         present = module.state_dict(keep_vars=True)
         for name, view in self.views(data).items():
             tensor = present[name]
@@ -75,7 +75,7 @@ class WeightLayout:
 
 
 def content_digest(module: nn.Module) -> str:
-    """Return a hash of all parameters and buffers of a module, the same on every device."""
+    """Return a hash of all parameters and buffers of a module, independent of the device."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in module.state_dict().values():
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
@@ -83,20 +83,20 @@ def content_digest(module: nn.Module) -> str:
 
 
 class SharedSlot:
-    """Memory for one snapshot that processes share; it is written to only while nobody has leased it.
+    """Shared memory for one snapshot; it is written to only while it is not leased.
 
-    Leases are locks of the memory's file, each by its own open file: the kernel ends that of a killed process.
+    A lease is a shared ``flock`` on the memory's file, which the kernel releases if the process is killed.
     """
 
     def __init__(self, segment: Segment) -> None:
         self.segment, self.data = segment, segment.bytes[_HEADER:]
         self.inode = os.fstat(segment.fd).st_ino
         self.version = segment.view(0, torch.int64, ())
-        """Version of the weights in it, as a tensor ``[]``."""
+        """Version of the weights in the slot, a tensor ``[]``."""
         self._file = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def acquire(self, wait: bool) -> bool:
-        """Begin to write; return whether nobody has leased it, or wait for that."""
+        """Lock the slot for writing; if it is leased, wait or return ``False``."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -104,11 +104,11 @@ class SharedSlot:
         return True
 
     def lease(self) -> None:
-        """Begin to read; wait while it is written to."""
+        """Lock the slot for reading; wait while it is written to."""
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def release(self) -> None:
-        """End reading, or writing."""
+        """Unlock the slot after reading or writing."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def __del__(self) -> None:
@@ -118,13 +118,13 @@ class SharedSlot:
 
 
 class LocalSlot:
-    """A slot for threads of one process; what they launch on a GPU is put in order, and nobody waits for it."""
+    """A slot for threads of one process; accesses on a GPU are ordered by events, without synchronising."""
 
     def __init__(self, data: Tensor, version: int = _INCOMPLETE) -> None:
         self.data, self.version = data, torch.tensor(version)
         self._lock = threading.Lock()
         self._last: torch.cuda.Event | None = None
-        """When the last access that was launched is complete."""
+        """Recorded after the last access."""
 
     def acquire(self, wait: bool) -> bool:
         acquired = self._lock.acquire(blocking=wait)
@@ -149,18 +149,18 @@ Slot = SharedSlot | LocalSlot
 
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """The weights of one version; they stay as they are while they are kept by the store, or leased."""
+    """The weights of one version; unchanged while the store keeps them or a collector leases them."""
 
     version: int
-    """``policy.version`` at the time: how many updates shaped these weights."""
+    """``policy.version`` of these weights: the number of updates."""
     digest: str | None
     """Hash of the weights, if they are verified."""
     data: Tensor
     """Flat memory, uint8, laid out by ``WeightLayout``."""
     segment: Segment | None = None
-    """The shared memory that ``data`` lies in, where there is some."""
+    """Shared memory that contains ``data``, if any."""
     slot: Slot | None = None
-    """The slot that ``data`` lies in, as the learner's process knows it."""
+    """Slot that contains ``data``, in the learner's process."""
 
 
 class WeightStore:
@@ -170,18 +170,18 @@ class WeightStore:
         self.policy, self.cfg = policy, cfg or AsyncCfg()
         self.layout = WeightLayout(policy)
         self.latest: WeightSnapshot | None = None
-        # Rollouts come in the order of their versions, but one of several workers may be behind the others.
+        # With several workers, rollouts may arrive out of the order of their versions.
         self._spare = self.cfg.max_policy_lag if self.cfg.num_workers > 1 else 0
         self._slots: list[Slot] = []
         self._kept: dict[int, WeightSnapshot] = {}
         self._digests: dict[int, str | None] = {}
-        """Hashes of the versions that were published, if weights are verified."""
+        """Hash of each published version, ``None`` if weights are not verified."""
         self.acknowledged: set[int] = set()
         """Versions that collectors have adopted."""
         self._lock = threading.Lock()
 
     def publish(self) -> WeightSnapshot:
-        """Copy the policy's present weights into a snapshot; the learner calls it, between two updates."""
+        """Copy the policy's weights into a snapshot; the learner calls it between two updates."""
         version, latest = int(self.policy.version), self.latest
         if latest is not None and version == latest.version:
             if latest.digest is not None and content_digest(self.policy) != latest.digest:
@@ -196,29 +196,29 @@ class WeightStore:
         return self.latest
 
     def is_new(self) -> bool:
-        """Tell whether the policy was updated since the last snapshot."""
+        """Return whether the policy was updated since the last snapshot."""
         return self.latest is None or int(self.policy.version) != self.latest.version
 
     def at(self, version: int) -> WeightSnapshot:
-        """Return the snapshot of a version that was published and not forgotten."""
+        """Return the snapshot of a version; ``WeightsError`` if it is not kept."""
         with self._lock:
             if version not in self._kept:
                 raise WeightsError(f"there is no snapshot of version {version}; kept are {sorted(self._kept)}")
             return self._kept[version]
 
     def forget_before(self, version: int) -> None:
-        """Let go of snapshots that nobody needs any more; the latest one stays."""
+        """Drop snapshots older than ``version``, except the latest."""
         with self._lock:
             for old in [v for v in self._kept if v < version - self._spare and self._kept[v] is not self.latest]:
                 del self._kept[old]
 
     def kept(self) -> list[WeightSnapshot]:
-        """Return the snapshots that are still there, oldest first."""
+        """Return the kept snapshots, oldest first."""
         with self._lock:
             return [self._kept[version] for version in sorted(self._kept)]
 
     def acknowledge(self, version: int, digest: str | None) -> None:
-        """Check what a collector says it has adopted."""
+        """Check and register the version that a collector has adopted."""
         with self._lock:
             if version not in self._digests:
                 raise WeightsError(f"a collector adopted version {version}, which is not among {sorted(self._digests)}")
@@ -231,7 +231,7 @@ class WeightStore:
             self.acknowledged.add(version)
 
     def check_stamps(self, versions: Iterable[int]) -> None:
-        """Check that every version that transitions are stamped with was really adopted."""
+        """Check that collectors have adopted every version that transitions are stamped with."""
         stamped = set(versions)
         with self._lock:
             unknown = sorted(stamped - self.acknowledged)
@@ -242,7 +242,7 @@ class WeightStore:
             raise WeightsError(f"transitions are stamped with versions {unknown}, which no collector acknowledged")
 
     def keep(self, version: int, data: Tensor | None = None) -> WeightSnapshot:
-        """Copy the policy into a slot, or the flat memory of an older version, when a run is resumed."""
+        """Copy the policy into a slot; on resume, ``data`` is the flat memory of an older version instead."""
         slot = self._free_slot()
         try:
             slot.version.fill_(_INCOMPLETE)
@@ -254,7 +254,7 @@ class WeightStore:
             segment = slot.segment if isinstance(slot, SharedSlot) else None
             snapshot = WeightSnapshot(version, digest, slot.data, segment, slot)
             with self._lock:
-                if self.cfg.adopt != "lockstep":  # nobody needs what came before
+                if self.cfg.adopt != "lockstep":  # older versions are not needed
                     self._kept.clear()
                 self._kept[version], self._digests[version] = snapshot, digest
             slot.version.fill_(version)
@@ -263,7 +263,7 @@ class WeightStore:
         return snapshot
 
     def _free_slot(self) -> Slot:
-        """Return a slot that nobody uses, to be written to; wait for one if there are enough."""
+        """Return a slot locked for writing: a free one, or a new one up to the limit; else wait."""
         on_ray, on_cpu = self.cfg.worker == "ray", self.policy.version.device.type == "cpu"
         while True:
             with self._lock:
@@ -278,44 +278,44 @@ class WeightStore:
             new: Slot = SharedSlot(Segment.create(_HEADER + self.layout.nbytes, "a snapshot of the weights"))
         else:
             new = LocalSlot(torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self.policy.version.device))
-        if not on_ray:  # there nothing is overwritten
+        if not on_ray:  # slots are not reused with Ray
             self._slots.append(new)
         new.acquire(wait=True)
         return new
 
 
 class InferenceCopy:
-    """The collector's side: a policy of its own, whose weights change only when it adopts a snapshot."""
+    """The collector's side: its own policy, whose weights change only when it adopts a snapshot."""
 
     def __init__(self, policy: Policy) -> None:
-        """Copy a policy; on a CPU its parameters take no memory before the first snapshot is adopted."""
+        """Copy a policy; on a CPU, parameters take no memory until the first snapshot is adopted."""
         device = policy.version.device
         self._in_place = device.type == "cpu"
         self.has_weights = not self._in_place and not any(parameter.is_meta for parameter in policy.parameters())
-        """Whether the policy can act."""
+        """Whether the policy has weights and can act."""
         own = copy.deepcopy(policy) if self.has_weights else _copy_without_weights(policy, device)
         self.policy: Policy = own.requires_grad_(False)
         self.layout = WeightLayout(self.policy)
         self._leased: Slot | None = None
         self._shared: list[SharedSlot] = []
-        """The slots that were used last: mapping memory anew costs time."""
+        """Cache of the last slots, as mapping memory takes time."""
 
     def adopt(self, snapshot: WeightSnapshot) -> tuple[int, str | None]:
-        """Use a snapshot, or a newer one that has taken its slot; return version and, if verified, hash of it."""
+        """Load a snapshot, or the newer one that has overwritten it; return its version and, if verified, its hash."""
         slot = self._slot_of(snapshot)
         slot.lease()
-        version, done_with = int(slot.version), slot
+        version, unused = int(slot.version), slot
         try:
             if version < snapshot.version:
                 raise WeightsError(f"version {snapshot.version} is wanted, but its memory holds version {version}")
             if self._in_place:
                 self.layout.assign(slot.data, self.policy)
-                done_with, self._leased = self._leased or slot, slot
+                unused, self._leased = self._leased or slot, slot
             else:
                 self.layout.unpack(slot.data, self.policy)
         finally:
-            if done_with is not self._leased:
-                done_with.release()
+            if unused is not self._leased:
+                unused.release()
         self.has_weights = True
         return version, None if snapshot.digest is None else content_digest(self.policy)
 
@@ -329,18 +329,18 @@ class InferenceCopy:
 
 
 def without_weights(policy: Policy) -> Policy:
-    """Return a copy of a policy to be sent to another process: its buffers on the CPU, parameters without memory."""
+    """Return a copy of a policy for another process: its buffers on the CPU, its parameters on the meta device."""
     return move(_copy_without_weights(policy, torch.device("meta")), torch.device("cpu"))
 
 
 def move(policy: Policy, device: torch.device) -> Policy:
-    """Move a policy to a device, but for parameters without memory; return it."""
+    """Move a policy to a device, except parameters on the meta device; return it."""
     policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     policy.device = device
     return policy
 
 
 def _copy_without_weights(policy: Policy, device: torch.device) -> Policy:
-    """Copy a policy, but for the content of its parameters: on a CPU they take no memory before they are written to."""
+    """Copy a policy with uninitialised parameters, which take no memory on a CPU until they are written to."""
     own = {id(p): nn.Parameter(torch.empty_like(p, device=device), requires_grad=False) for p in policy.parameters()}
     return copy.deepcopy(policy, own)

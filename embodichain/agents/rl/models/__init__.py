@@ -1,5 +1,4 @@
-"""Policies and the networks they are made of; ``policy.py`` says what a policy is, ``registry.py`` has them by name.
-Policies of chunks and vision-language-action models are imported when they are asked for."""
+"""Policies and their networks; ``policy.py`` has the base class, ``registry.py`` finds policies by name."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,8 @@
-"""Policies made of networks: ``ActorCritic``, the policy of PPO, and ``ActorOnly`` for algorithms without a critic."""
+"""``ActorCritic``, the default policy of PPO, and ``ActorOnly`` for algorithms without a critic."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Self
 
 import gymnasium as gym
@@ -32,12 +33,13 @@ from embodichain.agents.rl.models.policy import Evaluation, Policy
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import Config, NotNegative, configclass
 from embodichain.errors import ConfigError
+from embodichain.utils.torch_runtime import SideBySide, side_by_side
 
 
 class NormalizedCritic(nn.Module):
     """A critic that learns returns normalised by their running statistics: ``value = mean + std * network(features)``.
 
-    When the statistics change, the last layer changes with them, so that no value does.
+    When the statistics change, the last layer is rescaled so that values stay the same (PopArt).
     """
 
     def __init__(self, network: MLP) -> None:
@@ -53,12 +55,12 @@ class NormalizedCritic(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """The returns' standard deviation ``[]``; 1 before the first update."""
+        """Standard deviation ``[]`` of the returns; 1 before the first update."""
         return self.returns.scale.reciprocal().squeeze()
 
     @torch.no_grad()
     def update(self, returns: Tensor) -> None:
-        """Take in the returns of a rollout; values stay as they are, except in the first update."""
+        """Update the statistics with the returns of a rollout; values stay the same, except in the first update."""
         is_first = self.returns.count == 0
         shift, scale = self.returns.shift.clone(), self.returns.scale.clone()
         self.returns.update(returns.reshape(-1, 1))
@@ -72,7 +74,7 @@ class NormalizedCritic(nn.Module):
 
 
 class CriticPolicy(Policy):
-    """A policy with a ``critic`` network of its own, which may learn normalised returns."""
+    """A policy with a separate ``critic`` network, which may learn normalised returns."""
 
     critic: nn.Module
     critic_parts = ("critic",)
@@ -97,24 +99,24 @@ class PolicyCfg(NetworkSettings):
     normalize_obs: bool = False
     """Whether vector observations are normalised by their running mean and variance."""
     actor_obs: tuple[str, ...] | None = None
-    """Keys (``robot/qpos``) or groups of keys (``image``) that the actor sees; default: all but ``critic_obs``. What
-    neither of the two names is left out, as a student's privileged observations are."""
+    """Keys (``robot/qpos``) or groups of keys (``image``) that actor and critic use; default: all but ``critic_obs``.
+    All other keys are ignored."""
     critic_obs: tuple[str, ...] = ()
-    """Keys (``object/pos``) or groups of keys (``object``) that only the critic sees."""
+    """Keys (``object/pos``) or groups of keys (``object``) that only the critic uses."""
     image_encoder: ImageEncoderCfg = ImageEncoderCfg()
-    """How images, the keys below ``image``, become features."""
+    """Encoder of images, the keys below ``image``."""
     memory: RecurrentCfg | None = None
-    """A recurrent layer, for tasks in which one observation does not tell everything."""
+    """A recurrent layer, for partially observable tasks."""
 
 
 class NetworkPolicy(Policy):
-    """Observation -> encoder -> (recurrent layer) -> actor network -> action head; subclasses say what the value is.
+    """Observation -> encoder -> (recurrent layer) -> actor network -> action head; subclasses define the value.
 
-    Methods of a recurrent policy that are given no state take an observation for the first of its episode.
+    If a recurrent policy gets no state, it treats the observation as the first of its episode.
     """
 
     critic_images: bool = True
-    """Whether values follow from images, too."""
+    """Whether values depend on images."""
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class NetworkPolicy(Policy):
 
     @abstractmethod
     def value_of(self, features: Tensor, privileged: Tensor | None) -> Tensor:
-        """Return the value ``[batch]`` from features and what only the critic sees."""
+        """Return the value ``[batch]`` of features and privileged observations."""
 
     def get_action(self, obs: Observation, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         return self.act(obs, None, deterministic)[:3]
@@ -147,11 +149,11 @@ class NetworkPolicy(Policy):
         return self.state_value(obs)
 
     def evaluate_actions(self, obs: Observation, actions: Tensor, decision: TensorDictBase | None = None) -> Evaluation:
-        return self._evaluate(*self._perceive(obs, None)[:2], actions)
+        return self._evaluate(*self._encode(obs, None)[:2], actions)
 
     @property
     def values_apart(self) -> bool:  # type: ignore[override]
-        # Actor and critic share neither a recurrent layer nor an image encoder, and no subclass acts its own way.
+        # Actor and critic share neither a recurrent layer nor an image encoder, and no subclass overrides act().
         shares_images = self.critic_images and bool(self.encoder.images)
         return self.memory is None and not shares_images and type(self).act is NetworkPolicy.act
 
@@ -161,7 +163,7 @@ class NetworkPolicy(Policy):
     def act(
         self, obs: Observation, state: Tensor | None = None, deterministic: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        features, privileged, state = self._perceive(obs, state)
+        features, privileged, state = self._encode(obs, state)
         action, log_prob = self.head.sample(self.actor(features), deterministic, self.generator)
         return action, log_prob, self.value_of(features, privileged), state
 
@@ -182,12 +184,12 @@ class NetworkPolicy(Policy):
             self.head.held = noise
 
     def choose(self, obs: Observation) -> tuple[Tensor, Tensor]:
-        return self.head.sample(self.actor(self._perceive(obs, None)[0]), False, self.generator)
+        return self.head.sample(self.actor(self._encode(obs, None)[0]), False, self.generator)
 
     def state_value(self, obs: Observation, state: Tensor | None = None) -> Tensor:
         if not self.critic_images:
             return self.value_of(*self.encoder(obs, images=False))
-        features, privileged, _ = self._perceive(obs, state)
+        features, privileged, _ = self._encode(obs, state)
         return self.value_of(features, privileged)
 
     def seen_by_critic(self, obs: Observation) -> Observation:
@@ -201,26 +203,26 @@ class NetworkPolicy(Policy):
         return self._evaluate(features, privileged, actions)
 
     def action_params(self, batch: TensorDictBase) -> Tensor:
-        """Return what the actor makes of a minibatch, ``[..., param_dim]``, which the head takes.
+        """Return the parameters ``[..., param_dim]`` of the action distribution for a minibatch.
 
-        Without ``hidden`` in it, observations of a recurrent policy are the first of their episodes.
+        Without ``hidden``, a recurrent policy treats observations as the first of their episodes.
         """
         if self.memory is None or "hidden" not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-            features, privileged, _ = self._perceive(batch["observation"], None)
+            features, privileged, _ = self._encode(batch["observation"], None)
         else:
             public, privileged = self.encoder(batch["observation"])
             features = self.memory.sequence(public, batch["hidden"][0], batch["start"])
-        self._attend(features, privileged)
+        self._compute_auxiliary_loss(features, privileged)
         return self.actor(features)
 
     def imitation_loss(self, obs: Observation, actions: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Return ``[batch]`` the error of the most likely action, ``sum_d |mean - action|``, or ``-log pi(action)`` of
-        discrete ones; the spread of a Gaussian is not trained.
+        """Return the imitation loss ``[batch]``: ``sum_d |mean - action|``, or ``-log pi(action)`` if discrete.
 
-        A recurrent policy takes sequences: observations and actions ``[batch, n]``, from which it remembers.
+        The standard deviation of a Gaussian is not trained. A recurrent policy takes sequences of observations and
+        actions ``[batch, n]``, and starts each with the initial state.
         """
         if self.memory is None:
-            features, privileged, _ = self._perceive(obs, None)
+            features, privileged, _ = self._encode(obs, None)
             actions = actions[:, 0]
         else:
             public, privileged = self.encoder(obs)  # [batch, n, ...]
@@ -228,7 +230,7 @@ class NetworkPolicy(Policy):
             start[0] = True
             state = self.memory.initial_state(public.shape[0])
             features = self.memory.sequence(public.transpose(0, 1), state, start).transpose(0, 1)
-        self._attend(features, privileged)
+        self._compute_auxiliary_loss(features, privileged)
         params = self.actor(features)
         if isinstance(self.head, GaussianHead):
             error = (self.head.sample(params, deterministic=True)[0] - actions).abs().sum(-1)
@@ -239,17 +241,22 @@ class NetworkPolicy(Policy):
         counts = torch.ones_like(error) if valid is None else valid.to(error)
         return (error * counts).sum(-1) / counts.sum(-1).clamp(min=1.0)
 
-    def _attend(self, features: Tensor, privileged: Tensor | None) -> None:
-        """Prepare the loss of ``take_auxiliary_loss``, where there is one."""
+    def _compute_auxiliary_loss(self, features: Tensor, privileged: Tensor | None) -> None:
+        """Compute the loss that ``take_auxiliary_loss`` returns, if there is one."""
 
     def update_normalizer(self, obs: Observation) -> None:
         self.encoder.update_normalizer(obs)
 
     def _evaluate(self, features: Tensor, privileged: Tensor | None, actions: Tensor) -> Evaluation:
-        self._attend(features, privileged)
-        return (*self.head.evaluate(self.actor(features), actions), self.value_of(features, privileged))
+        self._compute_auxiliary_loss(features, privileged)
+        params, value = self._actor_and_value(features, privileged)
+        return (*self.head.evaluate(params, actions), value)
 
-    def _perceive(self, obs: Observation, state: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _actor_and_value(self, features: Tensor, privileged: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the parameters of the action distribution, and the value ``[batch]``."""
+        return self.actor(features), self.value_of(features, privileged)
+
+    def _encode(self, obs: Observation, state: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         public, privileged = self.encoder(obs)
         if self.memory is None:
             return public, privileged, None
@@ -260,9 +267,9 @@ class NetworkPolicy(Policy):
 
 
 class LatentActor(nn.Module):
-    """The actor for gSDE: its output, and then the features that its last layer was given, on which the noise depends.
+    """The actor for gSDE: returns its output, concatenated with the input of its last layer, which scales the noise.
 
-    No gradient passes through the latter: features are learned for what they are good for, not for their noise.
+    That input is detached, so that the noise does not train the features.
     """
 
     def __init__(self, network: MLP) -> None:
@@ -280,7 +287,7 @@ class LatentActor(nn.Module):
 
 
 def _build_parts(cfg: PolicyCfg, obs_space: ObservationSpace, action_space: Any) -> tuple[int, dict[str, Any]]:
-    """Return the width of features, and actor, encoder, recurrent layer and head as constructors take them."""
+    """Return the width of features, and keyword arguments of the constructor: actor, encoder, memory and head."""
     encoder = FeatureEncoder(obs_space, cfg.normalize_obs, cfg.critic_obs, cfg.image_encoder, cfg.actor_obs)
     memory = None if cfg.memory is None else RecurrentLayer(encoder.public_dim, cfg.memory)
     width = encoder.public_dim if cfg.memory is None else cfg.memory.hidden_size
@@ -308,22 +315,22 @@ class ActorCriticCfg(PolicyCfg):
     """The block of the policy ``actor_critic``."""
 
     critic: Annotated[dict[str, Any], AfterValidator(check_network)] = {"type": "mlp"}
-    """The critic network, in the same shape as the actor's."""
+    """The critic network, in the same format as the actor."""
     normalize_value: bool = False
-    """Whether the critic learns returns shifted and scaled by their running mean and standard deviation."""
+    """Whether the critic learns returns that are normalised by their running mean and standard deviation."""
     critic_images: bool = True
-    """Whether the critic sees images, too; without them it sees vectors alone, of which ``critic_obs`` may be part, and
-    values cost little."""
+    """Whether the critic uses images; without them it uses only vectors, including ``critic_obs``, and is much
+    faster."""
     auxiliary_coef: NotNegative = 0.0
-    """Weight of a loss by which the actor's features also learn to tell ``critic_obs``: images are understood sooner,
-    and the actor still needs nothing else."""
+    """Weight of an auxiliary loss that trains the actor's features to predict ``critic_obs``, which speeds up learning
+    from images; the actor itself does not need ``critic_obs``."""
 
 
 class ActorCritic(NetworkPolicy, CriticPolicy):
-    """Actor-Critic: Gaussian with learnable log-std for a ``Box`` of actions, categorical for choices.
+    """Actor-critic policy: Gaussian actions for a ``Box``, categorical actions for discrete spaces.
 
-    ``actor`` maps features to the head's parameters (the means, by default), ``critic`` maps them, with the privileged
-    observations appended, to one value. ``build_policy`` makes both from a config.
+    ``actor`` maps features to the parameters of the action head, by default the means. ``critic`` maps features, with
+    the privileged observations appended, to one value. ``build_policy`` builds both from a config.
     """
 
     cfg_type: ClassVar[type[Config] | None] = ActorCriticCfg
@@ -340,21 +347,41 @@ class ActorCritic(NetworkPolicy, CriticPolicy):
         critic_images: bool = True,
         **parts: Any,
     ) -> None:
-        """``auxiliary`` maps features to what only the critic sees, with a loss of this weight."""
+        """``auxiliary`` predicts the privileged observations from features; ``auxiliary_coef`` weights its loss."""
         super().__init__(obs_space, action_space, device, actor, **parts)
         self.critic_images = critic_images
         self.critic = critic.to(self.device)
         self.auxiliary = None if auxiliary is None else auxiliary.to(self.device)
         self._auxiliary_coef = auxiliary_coef
         self._auxiliary_loss: Tensor | None = None
+        self._side_by_side: SideBySide | None = None
 
     def value_of(self, features: Tensor, privileged: Tensor | None) -> Tensor:
-        if not self.critic_images:  # which come after the vectors
+        if not self.critic_images:  # image features come after the vectors
             features = features[..., : self.encoder.vector_dim - self.encoder.privileged_dim]
         inputs = features if privileged is None else torch.cat([features, privileged], dim=-1)
         return self.critic(inputs).squeeze(-1).float()
 
-    def _attend(self, features: Tensor, privileged: Tensor | None) -> None:
+    @contextmanager
+    def in_gradient_steps(self, batch_size: int) -> Iterator[None]:
+        is_known = isinstance(self.actor, MLP) and isinstance(self.critic, MLP | NormalizedCritic)
+        if self.device.type != "cpu" or not is_known or self.memory is not None:  # a memory is trained by both
+            yield
+            return
+        with side_by_side(self, batch_size) as self._side_by_side:
+            try:
+                yield
+            finally:
+                self._side_by_side = None
+
+    def _actor_and_value(self, features: Tensor, privileged: Tensor | None) -> tuple[Tensor, Tensor]:
+        both = self._side_by_side
+        is_shared = features.requires_grad or (privileged is not None and privileged.requires_grad)
+        if both is None or is_shared or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return super()._actor_and_value(features, privileged)
+        return both(lambda: self.actor(features), lambda: self.value_of(features, privileged))
+
+    def _compute_auxiliary_loss(self, features: Tensor, privileged: Tensor | None) -> None:
         self._auxiliary_loss = None
         if self.auxiliary is not None and privileged is not None and torch.is_grad_enabled():
             error = self.auxiliary(features).float() - privileged
@@ -365,19 +392,20 @@ class ActorCritic(NetworkPolicy, CriticPolicy):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_auxiliary_loss": None}  # a copy has nothing to be taken, and a graph has no copy
+        # Autograd graphs and threads cannot be copied.
+        return self.__dict__ | {"_auxiliary_loss": None, "_side_by_side": None}
 
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:
         checked = ActorCriticCfg.from_dict(cfg, source="policy")
         width, parts = _build_parts(checked, obs_space, action_space)
-        seen = width + parts["encoder"].privileged_dim
+        critic_dim = width + parts["encoder"].privileged_dim
         if not checked.critic_images:
-            seen, parts["critic_images"] = parts["encoder"].vector_dim, False
-            if checked.memory is not None or not seen:
-                told = "a recurrent layer joins images and vectors" if seen else "there is nothing else to see"
-                raise ConfigError(f"critic_images: expected true, as {told}", "policy")
-        network = build_network(checked.critic, seen, 1, last_gain=1.0)
+            critic_dim, parts["critic_images"] = parts["encoder"].vector_dim, False
+            if checked.memory is not None or not critic_dim:
+                reason = "a recurrent layer joins images and vectors" if critic_dim else "there is nothing else to see"
+                raise ConfigError(f"critic_images: expected true, as {reason}", "policy")
+        network = build_network(checked.critic, critic_dim, 1, last_gain=1.0)
         critic = NormalizedCritic(network) if checked.normalize_value else network
         hidden = parts["encoder"].privileged_dim
         if checked.auxiliary_coef and not hidden:
@@ -388,7 +416,7 @@ class ActorCritic(NetworkPolicy, CriticPolicy):
 
 
 class ActorOnly(NetworkPolicy):
-    """Same interface as ``ActorCritic``, but the value is always zero since no critic is used."""
+    """Same as ``ActorCritic`` without a critic: the value is always zero."""
 
     cfg_type: ClassVar[type[Config] | None] = PolicyCfg
 

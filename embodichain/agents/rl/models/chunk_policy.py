@@ -1,7 +1,7 @@
-"""Policies of vectors that decide on chunks of actions: ``gaussian``, ``flow`` and ``tokens``.
+"""Policies that choose chunks of actions: ``gaussian``, ``flow`` and ``tokens``.
 
-Actions of a flow or of tokens do not tell how they were chosen, so both have a decision: the denoising chain, or the
-tokens. Those of the Gaussian do.
+The last two have a decision, as their log-probability cannot be computed from the action: the denoising chain, or the
+tokens.
 """
 
 from abc import abstractmethod
@@ -28,20 +28,20 @@ from embodichain.errors import ConfigError, RolloutError
 
 @configclass
 class ChunkPolicyCfg(NetworkSettings):
-    """What the blocks of these policies have in common, without ``name`` and ``action_dim``."""
+    """Common settings of these policies, without ``name`` and ``action_dim``."""
 
     chunk_size: Size = 1
     """Actions per decision."""
     critic: Annotated[dict[str, Any], AfterValidator(check_network)] = {"type": "mlp"}
-    """The critic: ``{"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256], "activation": "relu"}}``."""
+    """The critic network: ``{"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256], "activation": "relu"}}``."""
     normalize_obs: bool = False
     """Whether vector observations are normalised by their running mean and variance."""
     normalize_value: bool = False
-    """Whether the critic learns returns shifted and scaled by their running mean and standard deviation."""
+    """Whether the critic learns returns that are normalised by their running mean and standard deviation."""
     critic_obs: tuple[str, ...] = ()
-    """Keys (``object/pos``) or groups of keys (``object``) that only the critic sees."""
+    """Keys (``object/pos``) or groups of keys (``object``) that only the critic uses."""
     image_encoder: ImageEncoderCfg = ImageEncoderCfg()
-    """How images, the keys below ``image``, become features."""
+    """Encoder of images, the keys below ``image``."""
 
 
 @configclass
@@ -49,9 +49,9 @@ class GaussianPolicyCfg(ChunkPolicyCfg):
     """The block of the policy ``gaussian``."""
 
     init_log_std: Number = -1.5
-    """First value of the learnable log-std of every action."""
+    """Initial value of the learnable log-std of each action dimension."""
     actor: Annotated[dict[str, Any], AfterValidator(check_network)] = {"type": "mlp"}
-    """The network of the chunk's mean, in the same shape as the critic."""
+    """The network of the chunk's mean, in the same format as the critic."""
 
 
 @configclass
@@ -59,9 +59,9 @@ class FlowPolicyCfg(ChunkPolicyCfg):
     """The block of the policy ``flow``."""
 
     flow: FlowCfg = FlowCfg()
-    """How chunks are denoised."""
+    """Settings of denoising."""
     actor: Annotated[dict[str, Any], AfterValidator(check_network)] = {"type": "mlp"}
-    """The velocity network, in the same shape as the critic."""
+    """The velocity network, in the same format as the critic."""
 
 
 @configclass
@@ -69,7 +69,7 @@ class TokenPolicyCfg(ChunkPolicyCfg):
     """The block of the policy ``tokens``."""
 
     tokens: TokenCfg = TokenCfg()
-    """How chunks become tokens, and how these are decoded."""
+    """Settings of tokens and their decoder."""
 
 
 class ChunkPolicy(CriticPolicy):
@@ -111,7 +111,7 @@ class ChunkPolicy(CriticPolicy):
         return self.critic(inputs).squeeze(-1).float()
 
     def _one(self, chunk: Tensor) -> Tensor:
-        """Return a chunk of one action without that dimension."""
+        """Remove the chunk dimension if ``chunk_size`` is 1."""
         return chunk.squeeze(1) if self.chunk_size == 1 else chunk
 
     @classmethod
@@ -120,25 +120,25 @@ class ChunkPolicy(CriticPolicy):
 
 
 class GaussianChunkHead(nn.Module):
-    """A Gaussian over chunks ``[batch, chunk_size, action_dim]``: a network's mean, and one learnable log-std each."""
+    """A Gaussian over chunks ``[batch, chunk_size, action_dim]``, with a learnable log-std per action dimension."""
 
     def __init__(self, mean_net: nn.Module, chunk_size: int, action_dim: int, init_log_std: float) -> None:
-        """``mean_net`` maps features to ``chunk_size * action_dim`` numbers."""
+        """``mean_net`` maps features to the mean ``[batch, chunk_size * action_dim]``."""
         super().__init__()
         self.mean_net, self.shape = mean_net, (chunk_size, action_dim)
         self.distribution = GaussianHead(action_dim, DistributionCfg(init_log_std=init_log_std))
 
     def mean(self, features: Tensor) -> Tensor:
-        """Return the mean of the chunk ``[batch, chunk_size, action_dim]``."""
+        """Return the mean ``[batch, chunk_size, action_dim]``."""
         return self.mean_net(features).float().unflatten(-1, self.shape)
 
     def imitation_loss(
         self, features: Tensor, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
     ) -> Tensor:
-        """Return ``[batch]`` the squared error of the mean, by which a Gaussian of fixed spread fits ``actions`` best.
+        """Return the mean squared error ``[batch]`` of the mean.
 
-        ``actions`` are ``[batch, n, action_dim]``, and ``n`` may be less than ``chunk_size``; ``valid`` ``[batch, n]``
-        tells which of them count.
+        ``actions`` are ``[batch, n, action_dim]``; ``n`` may be less than ``chunk_size``. ``valid`` ``[batch, n]``
+        masks the actions that count.
         """
         error = (self.mean(features)[:, : actions.shape[1]] - actions).square().mean(-1)
         if valid is None:
@@ -147,7 +147,7 @@ class GaussianChunkHead(nn.Module):
 
 
 class GaussianPolicy(ChunkPolicy):
-    """Chooses chunks of actions from a Gaussian; log-probabilities are ``[batch, chunk_size]``, one per action."""
+    """Samples chunks of actions from a Gaussian; log-probabilities are ``[batch, chunk_size]``, one per action."""
 
     cfg_type = GaussianPolicyCfg
 
@@ -167,7 +167,7 @@ class GaussianPolicy(ChunkPolicy):
 
 
 class DecisionPolicy(ChunkPolicy):
-    """Chooses by a head with a decision: ``sample`` returns it, ``evaluate`` takes it."""
+    """Base class of policies whose head has a decision: ``sample`` returns it, ``evaluate`` takes it."""
 
     has_decision = True
 

@@ -1,4 +1,4 @@
-"""Action distributions in closed form, of the actor's output ``params`` ``[batch, param_dim]``; always in float32."""
+"""Action distributions, parametrised by the actor's output ``params`` ``[batch, param_dim]``; computed in float32."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,12 +18,12 @@ from embodichain.errors import ConfigError
 
 Pair = tuple[Tensor, Tensor]
 SDE_EPSILON = 1e-6
-"""Added to the variance of gSDE's noise, which is zero where all features are."""
+"""Added to the variance of gSDE's noise, which is zero if all features are."""
 NEVER = -1e9
-"""Logit of what is never chosen; unlike an infinite one it leaves entropies and gradients finite."""
+"""Logit of impossible choices; unlike -inf, it keeps entropies and gradients finite."""
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 SQUASHED_LIMIT = 1.0 - 1e-6
-"""Largest magnitude of a tanh-squashed action: beyond it float32 cannot tell neighbouring actions apart."""
+"""Largest magnitude of a tanh-squashed action, limited by the resolution of float32 near 1."""
 LOGISTIC_WEIGHTS = (0.3233662693752132, 0.5660496514943436, 0.11058407913044341)
 LOGISTIC_SCALES = (0.5763721183120947, 0.9206611782392757, 1.4582501264018108)
 """A mixture of Gaussians around zero, fitted to the logistic distribution of density ``sech(x)^2 / 2``."""
@@ -31,18 +31,18 @@ LOGISTIC_SCALES = (0.5763721183120947, 0.9206611782392757, 1.4582501264018108)
 
 @configclass
 class DistributionCfg(Config):
-    """How continuous actions are distributed; discrete ones are categorical and need no settings."""
+    """Distribution of continuous actions; discrete ones are categorical and need no settings."""
 
     std: Literal["learnable", "state", "gsde"] = "learnable"
-    """One learnable log-std per action, or one that the actor network outputs for each state. Or generalised
-    state-dependent exploration: noise is a linear function of the actor's last hidden layer, kept for some steps."""
+    """One learnable log-std per action dimension; or a log-std that the actor network outputs (state); or generalised
+    state-dependent exploration, whose noise is a linear function of the actor's last hidden layer (gsde)."""
     init_log_std: Number = 0.0
-    """First value of the learnable log-std; added to the network's output where it depends on the state. For gsde it is
-    that of each weight of the linear function: the more features there are, the smaller, such as -2."""
+    """Initial log-std; added to the network's output for std state. For gsde it is that of each weight of the linear
+    function: use smaller values for wide layers, such as -2."""
     sde_sample_freq: Annotated[int, Field(ge=-1)] = -1
-    """For gsde: steps after which the function is drawn again; -1 or 0: once per rollout."""
+    """For gsde: number of steps after which new noise is sampled; -1 or 0: once per rollout."""
     squash: bool = False
-    """Whether actions are squashed into (-1, 1) by tanh, and log-probabilities corrected for it; all need bounds."""
+    """Whether to squash actions into (-1, 1) by tanh and correct their log-probabilities; needs bounded actions."""
     min_log_std: Number = -5.0
     """Lower bound of a state-dependent log-std."""
     max_log_std: Number = 2.0
@@ -50,34 +50,34 @@ class DistributionCfg(Config):
 
 
 class ActionHead(nn.Module, ABC):
-    """Turns the actor's output ``[batch, param_dim]`` into a distribution over actions."""
+    """Maps the actor's output ``[batch, param_dim]`` to a distribution over actions."""
 
     action_dim: int
-    """Numbers per action, or the number of choices of a single one."""
+    """Dimension of an action, or the number of choices of a ``Discrete`` space."""
     param_dim: int
 
     @abstractmethod
     def sample(self, params: Tensor, deterministic: bool = False, generator: Generator | None = None) -> Pair:
-        """Return ``(action, log_prob [batch])``; the most likely action if ``deterministic``, else a sample."""
+        """Return ``(action, log_prob [batch])``: a sample, or with ``deterministic`` the most likely action."""
 
     @abstractmethod
     def evaluate(self, params: Tensor, action: Tensor) -> Pair:
         """Return ``(log_prob, entropy)``, each ``[batch]``."""
 
     def describe(self, params: Tensor) -> Tensor:
-        """Return the numbers ``[batch, n]`` that ``divergence`` of any head of this class knows a distribution by."""
+        """Return a description ``[batch, n]`` of the distribution, for ``divergence`` of another head of this class."""
         return params.float()
 
     @abstractmethod
     def divergence(self, described: Tensor, params: Tensor) -> Tensor:
-        """Return the KL divergence ``[batch]`` from a described distribution to that of ``params``."""
+        """Return the KL divergence ``[batch]`` from a distribution given by ``describe`` to that of ``params``."""
 
 
 class GaussianHead(ActionHead):
     """Diagonal Gaussian over ``[batch, action_dim]``.
 
-    With gSDE, ``params`` are the mean and ``latent_dim`` features x; noise is ``x^T (std * E)`` with a matrix E of
-    standard normal numbers ``[latent_dim, action_dim]``. In one state it is Gaussian, of variance ``(x^2)^T std^2``.
+    With gSDE, ``params`` are the mean and ``latent_dim`` features x. The noise is ``x^T (std * E)`` with a standard
+    normal matrix E ``[latent_dim, action_dim]``. For a given state it is Gaussian with variance ``(x^2)^T std^2``.
     """
 
     def __init__(self, action_dim: int, cfg: DistributionCfg | None = None, latent_dim: int = 0) -> None:
@@ -95,7 +95,7 @@ class GaussianHead(ActionHead):
         if not self.state_dependent:
             self.log_std = nn.Parameter(torch.full(shape, float(self.cfg.init_log_std)))
         self.held: Tensor | None = None
-        """gSDE's matrices E ``[batch, latent_dim, action_dim]``, while a collector keeps them."""
+        """gSDE's matrices E ``[batch, latent_dim, action_dim]`` while a collector holds them, else ``None``."""
 
     def moments(self, params: Tensor) -> Pair:
         """Return the mean ``[batch, action_dim]`` and a log-std that broadcasts to it."""
@@ -118,7 +118,7 @@ class GaussianHead(ActionHead):
         return torch.addcmul(mean, noise, log_std.exp()), self._log_prob(noise, log_std)
 
     def _noise(self, params: Tensor, mean: Tensor, log_std: Tensor, generator: Generator | None) -> Tensor:
-        """Return standardised noise ``[batch, action_dim]``: that of gSDE's matrices while they are held, else new."""
+        """Return standardised noise ``[batch, action_dim]``: from gSDE's matrices if they are held, else new noise."""
         if self.held is None:
             return normal_like(mean, generator)
         latent = params.float()[:, self.action_dim :]
@@ -137,7 +137,7 @@ class GaussianHead(ActionHead):
         return torch.cat([mean, log_std.expand_as(mean)], dim=-1)
 
     def divergence(self, described: Tensor, params: Tensor) -> Tensor:
-        # KL(N(m, s^2) || N(mean, std^2)) = log(std / s) + (s^2 + (m - mean)^2) / (2 std^2) - 1/2; tanh changes nothing
+        # KL(N(m, s^2) || N(mean, std^2)) = log(std / s) + (s^2 + (m - mean)^2) / (2 std^2) - 1/2; invariant under tanh
         (given_mean, given_log_std), (mean, log_std) = described.chunk(2, dim=-1), self.moments(params)
         squares = (2.0 * given_log_std).exp() + (given_mean - mean).square()
         return (log_std - given_log_std + 0.5 * squares * (-2.0 * log_std).exp() - 0.5).sum(-1)
@@ -174,10 +174,10 @@ class SquashedGaussianHead(GaussianHead):
         return self._log_prob_of(action, mean, log_std), entropy.sum(-1)
 
     def _mean_log_2cosh(self, mean: Tensor, log_std: Tensor) -> Tensor:
-        """Return ``E log(2 cosh(u))``, ``[batch, action_dim]``, exact to 4e-5 for every mean and standard deviation.
+        """Return ``E log(2 cosh(u))``, ``[batch, action_dim]``, accurate to 4e-5 for every mean and standard deviation.
 
-        ``log(2 cosh(u)) = E |u + x|`` of a logistic x, because the second derivatives of both are ``sech(u)^2``. With a
-        mixture of Gaussians in its place, ``u + x`` is one too, and of a Gaussian the mean magnitude is known:
+        ``log(2 cosh(u)) = E |u + x|`` for a logistic x, because both have the second derivative ``sech(u)^2``. If x is
+        approximated by a mixture of Gaussians, ``u + x`` is one too, and the mean magnitude of a Gaussian is known:
 
             E |N(m, s^2)| = s sqrt(2 / pi) exp(-m^2 / 2 s^2) + m erf(m / (s sqrt(2)))
         """
@@ -188,7 +188,7 @@ class SquashedGaussianHead(GaussianHead):
             return magnitude @ self.weights
 
     def _log_prob_of(self, action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-        # Sampling, too, goes through the action alone, so that the ratio of unchanged weights is exactly 1.
+        # sample() uses this, too, so that the ratio of unchanged weights is exactly 1.
         # u = atanh(a) = (log(1 + a) - log(1 - a)) / 2;  log |da/du| = log(1 + a) + log(1 - a)
         above, below = torch.log1p(action), torch.log1p(-action)
         noise = (0.5 * (above - below) - mean) * (-log_std).exp()
@@ -196,7 +196,7 @@ class SquashedGaussianHead(GaussianHead):
 
 
 class CategoricalHead(ActionHead):
-    """One of ``action_dim`` choices, ``[batch]`` int64; ``params`` are logits."""
+    """Categorical over ``action_dim`` choices; actions are int64 ``[batch]``, ``params`` are logits."""
 
     def __init__(self, action_dim: int) -> None:
         super().__init__()
@@ -220,14 +220,14 @@ class CategoricalHead(ActionHead):
 
 
 class MultiCategoricalHead(ActionHead):
-    """Several choices at once, ``[batch, action_dim]`` int64, independent of each other; ``params`` are all logits."""
+    """Independent categoricals; actions are int64 ``[batch, action_dim]``, ``params`` are the logits of all."""
 
     columns: Tensor
 
     def __init__(self, counts: Sequence[int]) -> None:
         super().__init__()
         self.action_dim, self.param_dim = len(counts), sum(counts)
-        # Choice k has the logits columns[k], filled up with one that stands for what cannot be chosen.
+        # Choice k has the logits columns[k], padded with the index of an impossible choice.
         columns = torch.full((len(counts), max(counts)), self.param_dim)
         for row, part in zip(columns, torch.arange(self.param_dim).split(list(counts)), strict=True):
             row[: len(part)] = part
@@ -255,7 +255,7 @@ class MultiCategoricalHead(ActionHead):
 
 
 class BernoulliHead(ActionHead):
-    """Switches, ``[batch, action_dim]`` int64 of 0 and 1, independent of each other; ``params`` are logits."""
+    """Independent Bernoullis; actions are int64 0 or 1 ``[batch, action_dim]``, ``params`` are logits."""
 
     def __init__(self, action_dim: int) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class BernoulliHead(ActionHead):
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[Any]:
-    """Return the context of a product on a tensor's device that autocast, which networks run in, leaves in float32."""
+    """Return a context that disables autocast on the device of ``like``."""
     device_type = like.device.type
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return nullcontext()
@@ -294,16 +294,16 @@ def full_precision(like: Tensor) -> AbstractContextManager[Any]:
 
 
 def normal_like(like: Tensor, generator: Generator | None = None) -> Tensor:
-    """Return standard normal noise in the shape of a tensor, from a generator or from torch's own."""
+    """Return standard normal noise with the shape of a tensor; ``None`` uses torch's default generator."""
     return torch.randn_like(like) if generator is None else torch.empty_like(like).normal_(generator=generator)
 
 
 def build_head(
     action_space: gym.Space[Any] | int, cfg: DistributionCfg | None = None, latent_dim: int = 0
 ) -> ActionHead:
-    """Return the head for an action space: a ``Box`` and plain dimensions are Gaussian, choices are categorical.
+    """Return the head for an action space: Gaussian for a ``Box`` or an int, categorical for discrete spaces.
 
-    ``latent_dim`` is the number of features that gSDE's noise depends on.
+    ``latent_dim`` is the number of features for gSDE's noise.
     """
     size = action_dimension(action_space)
     if isinstance(action_space, gym.spaces.Discrete):
@@ -327,7 +327,7 @@ def build_head(
 
 
 def action_dimension(action_space: gym.Space[Any] | int) -> int:
-    """Return the numbers per action, the number of choices of a ``Discrete``."""
+    """Return the dimension of an action, or the number of choices of a ``Discrete`` space."""
     if isinstance(action_space, int):
         return action_space
     if isinstance(action_space, gym.spaces.Discrete):

@@ -1,14 +1,14 @@
-"""FAST-like action tokens: frequencies of a chunk, rounded, and joined by byte-pair encoding.
+"""FAST-like action tokens: the frequencies of a chunk, rounded and compressed by byte-pair encoding.
 
-Neighbouring actions resemble each other, and so do the bins of ``tokens.py``: a head learns to copy. Here a chunk
-``[chunk_size, action_dim]`` in the range of ``TokenCfg`` becomes
+Consecutive actions are similar, so with the bins of ``tokens.py`` a head mostly learns to copy the previous token. Here
+a chunk ``[chunk_size, action_dim]`` in the range of ``TokenCfg`` is encoded in three steps:
 
-1. scaled to [-1, 1], per action dimension its orthonormal discrete cosine transform ``c = D a`` over the chunk;
-2. integers ``round(scale c)``, lowest frequencies of all dimensions first, without the zeros at the end;
-3. tokens: each stands for a run of integers that is frequent in the chunks that the tokenizer was fitted on.
+1. scale it to [-1, 1] and compute the orthonormal discrete cosine transform ``c = D a`` of each action dimension;
+2. round to integers ``round(scale c)``, lowest frequencies of all dimensions first, and drop the zeros at the end;
+3. merge them to tokens: each represents a run of integers that is frequent in the chunks of ``fit``.
 
-Sequences differ in length, so each has an end token, after which nothing counts. Every sequence has a meaning:
-integers that it lacks are zeros, and a head never chooses a token that stands for more integers than are left.
+Sequences vary in length and end with an end token. Every sequence can be decoded: missing integers are zeros, and a
+head never chooses a token with more integers than are left.
 """
 
 import json
@@ -26,47 +26,47 @@ from embodichain.config.classes import Config, Count, Positive, configclass
 from embodichain.errors import CheckpointError, ConfigError, RolloutError, writing
 
 END = 0
-"""The token that ends a sequence; those from 1 on stand for integers, then for runs of them."""
+"""The token that ends a sequence; the next ones are single integers, then runs of integers."""
 FORMAT = "embodichain-fast-tokenizer"
 _PAD = -1
 
 
 @configclass
 class FastCfg(Config):
-    """How chunks become FAST-like tokens."""
+    """Settings of FAST-like tokens."""
 
     scale: Positive = 10.0
-    """What frequencies are multiplied with before they are rounded: larger is more exact, and makes more tokens."""
+    """Factor on frequencies before rounding: larger values are more precise and need more tokens."""
     vocab_size: Annotated[int, Field(ge=4, le=2048)] = 512
-    """Tokens in all: the end, one per integer, and the rest for runs of integers, found by fitting."""
+    """Size of the vocabulary: the end token, one token per integer, and fitted tokens for runs of integers."""
     max_run: Annotated[int, Field(ge=2, le=256)] = 32
-    """Integers that one token stands for, at most."""
+    """Maximum number of integers per token."""
     max_tokens: Count | None = None
-    """Tokens of a chunk, with the end; what is longer loses high frequencies. Default: enough for every chunk."""
+    """Maximum number of tokens per chunk, with the end token; others lose high frequencies. Default: no limit."""
     tokenizer: str | None = None
-    """File of a fitted tokenizer, written by ``FastTokenizer.save``; default: fitted later, or runs of one integer."""
+    """File of a fitted tokenizer, written by ``FastTokenizer.save``; default: fit it later, or use single integers."""
 
 
 class FastTokenizer(nn.Module):
-    """Chunks ``[batch, chunk_size, action_dim]`` in ``bounds`` to tokens ``[batch, max_tokens]``, and back.
+    """Converts chunks ``[batch, chunk_size, action_dim]`` in ``bounds`` to tokens ``[batch, max_tokens]`` and back.
 
-    What fitting finds are buffers: they are saved, resumed and sent to workers with the weights of a policy.
+    The fitted vocabulary is stored in buffers, so it is saved and sent to workers with the weights of a policy.
     """
 
     transform: Tensor
     """Orthonormal DCT-II, ``[chunk_size, chunk_size]``."""
     merges: Tensor
-    """The two tokens that each token of a run joins, in the order in which they are joined, int64 ``[n, 2]``."""
+    """The two tokens that each fitted token merges, in the order of merging, int64 ``[n, 2]``."""
     runs: Tensor
-    """The integers that each token stands for, int64 ``[vocab_size, max_run]``."""
+    """The integers of each token, int64 ``[vocab_size, max_run]``."""
     lengths: Tensor
-    """How many these are, int64 ``[vocab_size]``: 0 for the end, and for tokens that fitting did not need."""
+    """Number of integers of each token, int64 ``[vocab_size]``: 0 for the end token and unused tokens."""
 
     def __init__(self, chunk_size: int, action_dim: int, cfg: FastCfg, bounds: tuple[float, float]) -> None:
         super().__init__()
         self.shape, self.cfg, self.bounds = (chunk_size, action_dim), cfg, bounds
         self.size = chunk_size * action_dim
-        # Of numbers in [-1, 1], a frequency is at most sqrt(chunk_size).
+        # For numbers in [-1, 1], a frequency is at most sqrt(chunk_size).
         self.limit = math.ceil(cfg.scale * math.sqrt(chunk_size))
         self.alphabet = 2 * self.limit + 2
         if cfg.vocab_size < self.alphabet:
@@ -85,17 +85,17 @@ class FastTokenizer(nn.Module):
 
     @property
     def is_fitted(self) -> bool:
-        """Whether tokens stand for runs of integers."""
+        """Whether the vocabulary has tokens for runs of integers."""
         return bool((self.merges >= 0).any())
 
     def fit(self, chunks: Tensor) -> Self:
-        """Find frequent runs of integers in chunks ``[n, chunk_size, action_dim]``, replacing those found before.
+        """Fit the vocabulary to chunks ``[n, chunk_size, action_dim]`` by byte-pair encoding; return ``self``.
 
-        The most frequent pair of neighbouring tokens becomes a token, again and again, until the vocabulary is full or
-        no pair occurs twice.
+        The most frequent pair of adjacent tokens becomes a new token, until the vocabulary is full or no pair occurs
+        twice.
         """
         codes = self._integers(self._checked(chunks)).cpu()
-        sequence = F.pad(codes, (0, 1), value=_PAD).flatten()  # padding lies between any two chunks
+        sequence = F.pad(codes, (0, 1), value=_PAD).flatten()  # padding separates the chunks
         size, lengths, merges = self.cfg.vocab_size, [1] * self.alphabet, list[tuple[int, int]]()
         while len(merges) < self.merges.shape[0]:
             left, right = sequence[:-1], sequence[1:]
@@ -118,13 +118,13 @@ class FastTokenizer(nn.Module):
         return self
 
     def encode(self, chunks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens, int64 ``[batch, max_tokens]``, filled up by ``END``, and how many count ``[batch]``."""
+        """Return tokens, int64 ``[batch, max_tokens]``, padded with ``END``, and their number ``[batch]``."""
         tokens = self._integers(self._checked(chunks))
         size, none = self.cfg.vocab_size, self.merges.shape[0]
         order = torch.full((size * size,), none, dtype=torch.int64, device=tokens.device)
         pairs = self.merges[self.merges[:, 0] >= 0]
         order[pairs[:, 0] * size + pairs[:, 1]] = torch.arange(len(pairs), device=tokens.device)
-        while tokens.shape[1] > 1:  # in every row, the pair that was joined first is joined next
+        while tokens.shape[1] > 1:  # in each row, apply the earliest merge
             left, right = tokens[:, :-1], tokens[:, 1:]
             rank = torch.where(right >= 0, order[(left * size + right).clamp(min=0)], none)
             first = rank.amin(1, keepdim=True)
@@ -139,8 +139,10 @@ class FastTokenizer(nn.Module):
         return F.pad(tokens, (0, 1), value=_PAD).clamp(min=END), count
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Return the chunks that tokens ``[batch, n]`` stand for: whatever they are, missing integers are zeros,
-        those that are too many are left out, and nothing counts after ``END``."""
+        """Return the chunks ``[batch, chunk_size, action_dim]`` of any tokens ``[batch, n]``.
+
+        Missing integers are zeros; surplus ones and everything after ``END`` are ignored.
+        """
         alive = (tokens == END).long().cumsum(1) == 0
         count = self.lengths[tokens] * alive
         filled = torch.arange(self.cfg.max_run, device=tokens.device) < count.unsqueeze(-1)
@@ -153,13 +155,13 @@ class FastTokenizer(nn.Module):
         return low + 0.5 * (scaled + 1.0) * (high - low)
 
     def allowed(self, done: Tensor, last: Tensor) -> Tensor:
-        """Return which tokens may follow ``done`` integers, bool ``[..., vocab_size]``: the end alone if ``last``."""
+        """Return which tokens may follow ``done`` integers, bool ``[..., vocab_size]``; only ``END`` if ``last``."""
         fits = (self.lengths > 0) & (self.lengths <= (self.size - done).unsqueeze(-1)) & ~last.unsqueeze(-1)
         fits[..., END] = True
         return fits
 
     def save(self, file: str | Path) -> Path:
-        """Write what was fitted as JSON, for the setting ``fast.tokenizer``."""
+        """Write the fitted vocabulary as JSON, for the setting ``fast.tokenizer``."""
         about = {**self._identity(), "merges": self.merges[self.merges[:, 0] >= 0].tolist()}
         with writing(file):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +169,7 @@ class FastTokenizer(nn.Module):
         return Path(file)
 
     def load(self, file: str | Path) -> Self:
-        """Take what another tokenizer of the same shape and settings was fitted to from its file."""
+        """Load the vocabulary that a tokenizer of the same shape and settings has saved."""
         try:
             content = json.loads(Path(file).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -213,7 +215,7 @@ class FastTokenizer(nn.Module):
             self.runs[token, : len(run)] = torch.tensor(run, dtype=torch.int64)
 
     def _integers(self, chunks: Tensor) -> Tensor:
-        """Return tokens of single integers ``[batch, size]``, padded in the place of zeros at the end."""
+        """Return tokens of single integers ``[batch, size]``, with padding instead of trailing zeros."""
         low, high = self.bounds
         scaled = ((chunks.float() - low) / (high - low) * 2.0 - 1.0).clamp(-1.0, 1.0)
         frequencies = torch.einsum("kn,bnd->bkd", self.transform, scaled) * self.cfg.scale
@@ -228,8 +230,7 @@ class FastTokenizer(nn.Module):
 
 
 def dct_matrix(size: int) -> Tensor:
-    """Return the orthonormal DCT-II, ``D[k, n] = sqrt(2 / size) cos(pi (2n + 1) k / (2 size))``; its inverse is its
-    transpose."""
+    """Return the orthonormal DCT-II, ``D[k, n] = sqrt(2 / size) cos(pi (2n + 1) k / (2 size))``, row 0 over sqrt(2)."""
     n = torch.arange(size, dtype=torch.float64)
     matrix = torch.cos(math.pi / (2 * size) * n[:, None] * (2.0 * n[None, :] + 1.0)) * math.sqrt(2.0 / size)
     matrix[0] /= math.sqrt(2.0)
@@ -237,14 +238,14 @@ def dct_matrix(size: int) -> Tensor:
 
 
 def _leftmost(match: Tensor) -> Tensor:
-    """Return the matches ``[batch, n]`` of pairs that do not overlap one that is kept: in a run, every other one."""
+    """Return the matches ``[batch, n]`` of pairs without overlaps: in a run of matches, every other one."""
     place = torch.arange(match.shape[1], device=match.device).expand_as(match)
     before = torch.where(match, -1, place).cummax(1).values
     return match & ((place - before) % 2 == 1)
 
 
 def _compact(tokens: Tensor) -> Tensor:
-    """Return ``[batch, n]`` with what is padded moved to the end."""
+    """Return ``[batch, n]`` with the padding moved to the end."""
     keep = tokens >= 0
     target = torch.where(keep, keep.long().cumsum(1) - 1, tokens.shape[1])
     return F.pad(torch.full_like(tokens, _PAD), (0, 1), value=_PAD).scatter(1, target, tokens)[:, :-1]

@@ -1,18 +1,18 @@
-"""The flow head: a chunk of actions is denoised by a learned velocity field, and the chain of that is the decision.
+"""The flow head: a learned velocity field denoises a chunk of actions; the denoising chain is the decision.
 
 Time ``tau`` runs from 0, where ``x`` is Gaussian noise, to 1, where it is the chunk ``[chunk_size, action_dim]``.
 Imitation fits the velocity of straight lines, ``x_tau = tau a + (1 - tau) noise`` (rectified flow):
 
     L = E |v(x_tau, tau, obs) - (a - noise)|^2
 
-Evaluation follows ``dx = v dtau`` in ``num_steps`` Euler steps. For reinforcement every step becomes Gaussian, so that
-the chain has a log-probability, one factor per step:
+Evaluation integrates ``dx = v dtau`` in ``num_steps`` Euler steps. For reinforcement learning every step is Gaussian,
+so that the chain has a log-probability with one factor per step:
 
-* ``exploration: "noise"`` adds noise of a learned size, ``x' = x + v dtau + std(obs, tau) N(0, I)``, as ReinFlow does;
-* ``exploration: "sde"`` follows the stochastic equation with the marginals of the flow, as Flow-GRPO does:
-  ``dx = (v - s^2 (x - tau v) / (2 (1 - tau))) dtau + s dW`` with ``s = sde_level sqrt((1 - tau) / tau)``.
+* ``exploration: "noise"`` adds noise of a learned scale, ``x' = x + v dtau + std(obs, tau) N(0, I)``, as in ReinFlow;
+* ``exploration: "sde"`` integrates the stochastic differential equation with the marginals of the flow, as in
+  Flow-GRPO: ``dx = (v - s^2 (x - tau v) / (2 (1 - tau))) dtau + s dW`` with ``s = sde_level sqrt((1 - tau) / tau)``.
 
-The first noise is drawn from the same distribution by every policy: it is part of the chain, and of no ratio.
+The initial noise has the same distribution for every policy, so it cancels in ratios.
 """
 
 import math
@@ -28,33 +28,34 @@ from embodichain.config.classes import Config, Positive, configclass
 from embodichain.errors import ConfigError, RolloutError
 
 TIME_WAVES = 16
-"""Sines and cosines of the time that a velocity network is given, of each as many."""
+"""Number of sines, and of cosines, that encode the time."""
 LATEST = 0.999
-"""The largest time that imitation draws: at 1 nothing is left to denoise."""
+"""The largest time that imitation samples: at 1 nothing is left to denoise."""
 
 
 @configclass
 class FlowCfg(Config):
-    """How chunks of actions are denoised, and explored."""
+    """Denoising of action chunks, and exploration."""
 
     num_steps: Annotated[int, Field(ge=1, le=100)] = 4
-    """Euler steps from noise to actions."""
+    """Number of Euler steps from noise to actions."""
     exploration: Literal["noise", "sde"] = "noise"
-    """Where chance comes in for reinforcement: noise of a learned size in every step, or the stochastic equation."""
+    """Exploration in reinforcement learning: noise of a learned scale, or a stochastic differential equation."""
     noise_at: Literal["all", "one"] = "all"
-    """Whether all steps are noisy, or one of them, drawn for every decision; the others then follow the flow."""
+    """Whether all steps are noisy, or one random step per decision, while the others follow the flow."""
     std_range: tuple[Positive, Positive] = (0.05, 0.2)
-    """For noise: bounds of its learned standard deviation."""
+    """For noise: bounds of the learned standard deviation."""
     sde_level: Positive = 0.5
-    """For sde: factor on the noise of the stochastic equation."""
+    """For sde: scale of the noise."""
     start: Literal["zero", "drawn"] = "zero"
-    """The noise that deterministic chunks begin with: zero, which is likeliest, or a new draw for each. Where
-    demonstrations go several ways, zero lies between them."""
+    """Initial noise of deterministic chunks: zero, the most likely one, or a new sample. With multimodal
+    demonstrations, zero may lie between the modes."""
     timestep_alpha: Positive = 1.5
-    """Imitation draws times of density ``alpha (1 - tau)^(alpha - 1)``: above 1, more often early, noisy ones."""
+    """Imitation samples times with density ``alpha (1 - tau)^(alpha - 1)``: above 1, early and noisy times are more
+    frequent."""
     imitation_samples: Annotated[int, Field(ge=1, le=256)] = 1
-    """Times and noises that imitation draws for each chunk. Several make the gradient less noisy, and share what costs
-    most in a large model: the features of the observation."""
+    """Times and noises sampled per chunk in imitation. More reduce the variance of the gradient at little cost, as they
+    share the features of the observation."""
 
     def __post_init__(self) -> None:
         if self.std_range[0] > self.std_range[1]:
@@ -64,15 +65,15 @@ class FlowCfg(Config):
 class FlowHead(nn.Module):
     """Denoises chunks ``[batch, chunk_size, action_dim]``, given features ``[batch, width]`` of the observation.
 
-    A subclass whose velocity depends on more than a vector writes ``velocity``, ``std_inputs`` and ``each_step``; its
-    features are then a TensorDict ``[batch]``.
+    A subclass whose velocity depends on more than a vector overrides ``velocity``, ``std_inputs`` and ``each_step``;
+    its features are then a TensorDict ``[batch]``.
     """
 
     start: Tensor
-    """The noise that deterministic chunks begin with where it is not drawn, ``[chunk_size, action_dim]``: zeros."""
+    """Initial noise of deterministic chunks with ``start: "zero"``: zeros ``[chunk_size, action_dim]``."""
 
     def __init__(self, velocity: nn.Module, width: int, chunk_size: int, action_dim: int, cfg: FlowCfg) -> None:
-        """``velocity`` maps ``velocity_inputs(width, ...)`` numbers, ``[..., n]``, to ``chunk_size * action_dim``."""
+        """``velocity`` maps ``[..., velocity_inputs(width, ...)]`` to ``[..., chunk_size * action_dim]``."""
         super().__init__()
         self.cfg, self.shape = cfg, (chunk_size, action_dim)
         self.velocity_net = velocity
@@ -86,7 +87,7 @@ class FlowHead(nn.Module):
 
     @staticmethod
     def velocity_inputs(width: int, chunk_size: int, action_dim: int) -> int:
-        """Return how many numbers the velocity network is given."""
+        """Return the input width of the velocity network."""
         return width + chunk_size * action_dim + 2 * TIME_WAVES
 
     def velocity(self, features: Any, x: Tensor, time: Tensor) -> Tensor:
@@ -95,16 +96,18 @@ class FlowHead(nn.Module):
         return self.velocity_net(inputs).float().view_as(x)
 
     def std_inputs(self, features: Any, time: Tensor) -> Tensor:
-        """Return what the size of the noise depends on, ``[..., n]``."""
+        """Return the inputs ``[..., n]`` of the network for the scale of the noise."""
         return torch.cat([features.float(), time_waves(time)], dim=-1)
 
     def each_step(self, features: Any, count: int) -> Any:
-        """Return features ``[batch, ...]`` so that they broadcast against ``[batch, count, ...]`` states of chains."""
+        """Expand features ``[batch, ...]`` to match ``count`` states of a chain, ``[batch, count, ...]``."""
         return features.unsqueeze(1).expand(features.shape[0], count, features.shape[-1])
 
     def transition(self, features: Any, x: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what follows ``x`` ``[..., chunk_size, action_dim]`` in a step: by the flow, and mean and log-std with
-        noise; ``step`` ``[...]``, its number, tells the time."""
+        """Return the next state without noise, and the mean and log-std of the next state with noise.
+
+        ``x`` and all results are ``[..., chunk_size, action_dim]``; ``step`` ``[...]`` is the number of the step.
+        """
         dt = 1.0 / self.cfg.num_steps
         time = step.float() * dt
         velocity = self.velocity(features, x, time)
@@ -114,20 +117,20 @@ class FlowHead(nn.Module):
             raw = self.std_net(self.std_inputs(features, time)).float().view_as(x)
             return smooth, smooth, low + (high - low) * raw.sigmoid()
         tau = time.view(*time.shape, 1, 1)
-        scale = self.cfg.sde_level * ((1.0 - tau) / tau.clamp(min=dt)).sqrt()  # at the first step it would be infinite
+        scale = self.cfg.sde_level * ((1.0 - tau) / tau.clamp(min=dt)).sqrt()  # clamped, as it is infinite at tau = 0
         drift = velocity - scale.square() * (x - tau * velocity) / (2.0 * (1.0 - tau))
         return smooth, torch.add(x, drift, alpha=dt), (scale * dt**0.5).log().expand_as(x)
 
     def sample(
         self, features: Any, deterministic: bool = False, generator: Generator | None = None
     ) -> tuple[Tensor, Tensor, TensorDict]:
-        """Return ``(chunk, log_prob [batch, 1, factors], decision)``; without noise on the way if ``deterministic``."""
+        """Return ``(chunk, log_prob [batch, 1, factors], decision)``; ``deterministic`` adds no noise in the steps."""
         cfg, batch = self.cfg, features.shape[0]
         first = self.start.expand(batch, *self.shape)
         x = first if deterministic and cfg.start == "zero" else normal_like(first, generator)
         one: Tensor | None = None
         if cfg.noise_at == "one":
-            if deterministic:  # nothing is drawn, and no step is noisy
+            if deterministic:  # no step is noisy
                 one = torch.zeros(batch, dtype=torch.int64, device=features.device)
             else:
                 one = torch.randint(cfg.num_steps, (batch,), device=features.device, generator=generator)
@@ -145,7 +148,7 @@ class FlowHead(nn.Module):
         return x, log_prob.unsqueeze(1), self._decision(torch.stack(chain, dim=1), one)
 
     def _decision(self, chain: Tensor, one: Tensor | None) -> TensorDict:
-        """Return what the log-probability depends on: all states of the chain, or those around the one noisy step."""
+        """Return the inputs of the log-probability: all states of the chain, or the two around the one noisy step."""
         batch = chain.shape[0]
         if one is None:
             return TensorDict({"chain": chain}, [batch])
@@ -179,9 +182,9 @@ class FlowHead(nn.Module):
     def imitation_loss(
         self, features: Any, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
     ) -> Tensor:
-        """Return ``[batch]`` the error of the velocity on the way to ``actions`` ``[batch, n, action_dim]``.
+        """Return the flow matching loss ``[batch]`` of ``actions`` ``[batch, n, action_dim]``.
 
-        ``n`` may be less than ``chunk_size``; ``valid`` ``[batch, n]`` tells which of them count.
+        ``n`` may be less than ``chunk_size``. ``valid`` ``[batch, n]`` masks the actions that count.
         """
         batch, length = actions.shape[:2]
         target = torch.zeros(batch, *self.shape, device=actions.device)
@@ -203,13 +206,13 @@ class FlowHead(nn.Module):
 
 
 def log_density(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Return the logarithm ``[...]`` of a Gaussian's density at chunks ``[..., chunk_size, action_dim]``."""
+    """Return the Gaussian log-density ``[...]`` of chunks ``[..., chunk_size, action_dim]``."""
     noise = (x - mean) * (-log_std).exp()
     return -(0.5 * noise.square() + log_std + HALF_LOG_2PI).sum((-1, -2))
 
 
 def time_waves(time: Tensor) -> Tensor:
-    """Return sines and cosines ``[..., 2 * TIME_WAVES]`` of a time in [0, 1], of periods from 4 to 0.1."""
+    """Return a sinusoidal embedding ``[..., 2 * TIME_WAVES]`` of a time in [0, 1], with periods from 4 to 0.1."""
     periods = torch.logspace(math.log10(4.0), math.log10(0.1), TIME_WAVES, device=time.device)
     angle = 2.0 * math.pi * time.unsqueeze(-1) / periods
     return torch.cat([angle.sin(), angle.cos()], dim=-1)

@@ -1,4 +1,4 @@
-"""The networks of policies: perceptrons, image encoders and recurrent layers, and how configs describe them."""
+"""Networks of policies and their configs: MLPs, image encoders and recurrent layers."""
 
 import math
 import sys
@@ -17,9 +17,9 @@ from embodichain.config.classes import Config, Fraction, Layers, Size, configcla
 from embodichain.errors import ConfigError, UnknownNameError, look_up
 
 FEW = 8192
-"""Numbers up to which a backward pass in Python costs more than a faster forward pass saves."""
+"""Number of elements up to which a backward pass in Python costs more than the faster forward pass saves."""
 _MINUS_ONE = torch.tensor(-1.0)
-_CHANNELS = 8  # a multiple of it has fast convolutions in reduced precision
+_CHANNELS = 8  # convolutions in reduced precision are fast for multiples of it
 
 
 class _SigmoidTanh(torch.autograd.Function):
@@ -41,9 +41,9 @@ def _tanh(x: Tensor) -> Tensor:
 
 
 class Tanh(nn.Module):
-    """tanh; in float32 on a CPU mostly by way of the sigmoid, exact to 2e-7.
+    """tanh; in float32 on a CPU it is mostly computed from the sigmoid, accurate to 2e-7.
 
-    ``torch.tanh`` would take half the time of updating a small network on many processors.
+    On many CPUs, ``torch.tanh`` takes half the time of an update of a small network.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ ACTIVATIONS = {"relu": nn.ReLU, "elu": nn.ELU, "tanh": Tanh, "gelu": nn.GELU, "s
 
 
 def make_activation(name: str) -> nn.Module:
-    """Return a new activation module by its name."""
+    """Return a new activation module by name."""
     return look_up("activation", name.lower(), ACTIVATIONS)()
 
 
@@ -94,7 +94,7 @@ class MLP(nn.Sequential):
         self.input_dim, self.output_dim = input_dim, math.prod(shape)
 
     def init_orthogonal(self, scales: float | Sequence[float] = math.sqrt(2.0)) -> None:
-        """Make every weight matrix orthogonal, with one scale for all layers or one for each, and every bias zero."""
+        """Initialise weights orthogonally, with one gain for all layers or one per layer, and biases with zero."""
         linears = [layer for layer in self if isinstance(layer, nn.Linear)]
         gains = [float(scales)] * len(linears) if isinstance(scales, (int, float)) else list(scales)
         if len(gains) != len(linears):
@@ -106,40 +106,40 @@ class MLP(nn.Sequential):
 
 @configclass
 class NetworkCfg(Config):
-    """What follows ``"network_cfg"`` in a policy block."""
+    """The settings under ``"network_cfg"`` in a policy block."""
 
     hidden_sizes: Annotated[tuple[Size, ...], Field(max_length=256)] = (256, 256)
     """Width of each hidden layer."""
     activation: str = "relu"
-    """Between the layers: relu, elu, tanh, gelu or silu."""
+    """Activation of hidden layers: relu, elu, tanh, gelu or silu."""
     last_activation: str | None = None
-    """After the last layer; none for a linear output."""
+    """Activation of the output; none by default."""
     use_layernorm: bool = False
     """Whether a LayerNorm follows each hidden linear layer."""
     dropout_p: Fraction = 0.0
-    """Dropout probability of hidden layers. Reinforcement learning collects and learns without dropout, as the
-    probability ratio needs the same network twice; training of your own in training mode uses it."""
+    """Dropout probability of hidden layers. Reinforcement learning disables dropout, as probability ratios need the
+    same network twice; your own training code may use it."""
 
 
 @configclass
 class NetworkSettings(Config):
-    """Settings of a policy whose ``actor`` and ``critic``, where it has them, are blocks that describe networks."""
+    """Base class of policy settings whose ``actor`` and ``critic``, if any, are network blocks."""
 
 
 @configclass
 class NetworkBlock(Config):
-    """The block of a network, ``{"type": "mlp", "network_cfg": {...}}``; settings may also stand beside ``type``."""
+    """The block of a network, ``{"type": "mlp", "network_cfg": {...}}``; settings may also be given beside ``type``."""
 
     type: Literal["mlp"] = "mlp"
     """Kind of network."""
     network_cfg: NetworkCfg = NetworkCfg()
-    """Its layers."""
+    """Layers of the network."""
 
 
 def build_mlp_from_cfg(module_cfg: Mapping[str, Any], in_dim: int, out_dim: int | Sequence[int]) -> MLP:
-    """Construct an MLP from ``{"type": "mlp", "hidden_sizes": [256, 256], "activation": "relu"}``.
+    """Build an MLP from ``{"type": "mlp", "hidden_sizes": [256, 256], "activation": "relu"}``.
 
-    The settings may also stand under ``"network_cfg"``: ``{"type": "mlp", "network_cfg": {...}}``.
+    The settings may also be nested: ``{"type": "mlp", "network_cfg": {...}}``.
     """
     cfg = network_settings(module_cfg).to_dict()
     hidden = cfg.pop("hidden_sizes")
@@ -152,7 +152,7 @@ def build_mlp_from_cfg(module_cfg: Mapping[str, Any], in_dim: int, out_dim: int 
 
 
 def network_settings(module_cfg: Mapping[str, Any], source: str = "network") -> NetworkCfg:
-    """Return the checked settings of a network block; ``source`` opens the message about what is wrong with it."""
+    """Return the checked settings of a network block; error messages start with ``source``."""
     look_up("network type", str(module_cfg.get("type", "mlp")), {"mlp": MLP})
     direct = {key: value for key, value in module_cfg.items() if key not in ("type", "network_cfg")}
     nested = module_cfg.get("network_cfg", {})
@@ -161,12 +161,11 @@ def network_settings(module_cfg: Mapping[str, Any], source: str = "network") -> 
         raise ConfigError(problem, source)
     if twice := sorted(direct.keys() & nested.keys()):
         raise ConfigError(f"{', '.join(twice)}: given both beside and inside network_cfg", source)
-    cfg = NetworkCfg.from_dict({**direct, **nested}, source=source)
-    return cfg
+    return NetworkCfg.from_dict({**direct, **nested}, source=source)
 
 
 def check_network(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a network block as it is, or raise ``ConfigError`` for all that is wrong with it."""
+    """Return a network block unchanged; raise ``ConfigError`` for all of its problems."""
     nested = block.get("network_cfg")
     try:
         cfg = network_settings(block)
@@ -182,36 +181,36 @@ def check_network(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def free_memory() -> int:
-    """Return how many bytes the weights of a network may take here, where that can be known."""
+    """Return the number of bytes that are free for networks; unlimited if unknown."""
     return available_bytes() if sys.platform == "linux" else sys.maxsize
 
 
 @configclass
 class ImageEncoderCfg(Config):
-    """How images become features; each camera has its own encoder, shared by actor and critic."""
+    """Settings of image encoders; each camera has its own, shared by actor and critic."""
 
     channels: Annotated[tuple[Size, ...], Field(max_length=16)] = (16, 32, 32)
-    """Channels of each convolution; every one halves height and width."""
+    """Output channels of each convolution; each halves height and width."""
     feature_dim: Size = 128
     """Features per image."""
     activation: str = "relu"
-    """After each layer: relu, elu, tanh, gelu or silu."""
+    """Activation after each layer: relu, elu, tanh, gelu or silu."""
     layout: Literal["auto", "channels_first", "channels_last"] = "auto"
-    """Where an image has its channels; ``auto`` tells it by its shape: the side beside two equal ones, else
-    1, 3 or 4 of them, else the smaller side."""
+    """Position of the channel axis; ``auto`` infers it from the shape: the axis beside two equal ones, else one of
+    size 1, 3 or 4, else the smaller one."""
 
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """What the axes of an image mean: ``[H, W]``, ``[H, W, C]``, ``[C, H, W]``, or a stack ``[T, ...]`` of such."""
+    """The axes of an image: ``[H, W]``, ``[H, W, C]``, ``[C, H, W]``, or a stack ``[T, ...]`` of the latter two."""
 
     shape: tuple[int, int, int, int]
-    """Frames, and each one's axes in the order in which they come."""
+    """Number of frames, and the three sizes of a frame in their given order."""
     channels_last: bool
 
     @classmethod
     def of(cls, shape: tuple[int, ...], name: str, layout: str = "auto") -> Self:
-        """Return the layout of images of a shape; ``name`` is what the error calls those that cannot be told."""
+        """Return the layout for a shape; raise ``ConfigError`` about the image ``name`` if it is ambiguous."""
         if len(shape) not in (2, 3, 4):
             expected = "[H, W], [H, W, C], [C, H, W], or a stack [T, ...] of the latter two"
             raise ConfigError(f"{name}: expected images {expected}, got shape {list(shape)}", "image encoder")
@@ -224,7 +223,7 @@ class ImageLayout:
             if first == last:
                 problem = f"an image of shape {list(shape)} may have its channels first or last"
                 raise ConfigError(f"{name}: {problem}; say which by policy.image_encoder.layout", "image encoder")
-            if middle in (first, last):  # [8, 8, 111] is a square of many channels
+            if middle in (first, last):  # [8, 8, 111] is a square image with many channels
                 is_last = first == middle
             else:
                 is_last = usual[1] if usual[0] != usual[1] else last < first
@@ -246,7 +245,7 @@ class ImageLayout:
 class ImageEncoder(nn.Module):
     """Maps images ``[..., *shape]`` in [0, ``largest``] to features ``[..., feature_dim]``.
 
-    With ``num_ids``, images ``[..., H, W, 1]`` of ids that are smaller: each id becomes a channel of zeros and ones.
+    With ``num_ids``, segmentations ``[..., H, W, 1]`` of ids below it, which are one-hot encoded as channels.
     """
 
     def __init__(
@@ -284,9 +283,9 @@ class ImageEncoder(nn.Module):
         return self.activation(self.project(maps.flatten(1))).unflatten(0, batch)
 
     def _convolve_unscaled(self, image: Tensor) -> Tensor:
-        """Scale the weights of the first layer instead of the images, which are read once and in their own type.
+        """Scale the weights of the first layer instead of the images, which saves a pass over them.
 
-        In reduced precision there are fast kernels only for multiples of eight channels: what is missing is zeros.
+        In reduced precision, channels are padded with zeros to a multiple of 8, for which fast kernels exist.
         """
         is_reduced = torch.is_autocast_enabled("cuda")
         first, *others = self.convolutions
@@ -314,15 +313,15 @@ class RecurrentCfg(Config):
     type: Literal["gru", "lstm"] = "gru"
     """Kind of layer."""
     hidden_size: Size = 128
-    """Width of what actor and critic see; the recurrent state is as wide, that of an LSTM twice as wide."""
+    """Width of the output; the recurrent state has the same width, for an LSTM twice that."""
     num_layers: Layers = 1
-    """Stacked layers."""
+    """Number of stacked layers."""
 
 
 class RecurrentLayer(nn.Module):
-    """A GRU or LSTM with its state as ``[batch, num_layers, state_size]``, so that envs are rows as everywhere else.
+    """A GRU or LSTM with a batch-first state ``[batch, num_layers, state_size]``.
 
-    ``state_size`` is ``hidden_size``; an LSTM has its output and its cell side by side, twice that.
+    ``state_size`` is ``hidden_size`` for a GRU. For an LSTM it is twice that: hidden and cell state, concatenated.
     """
 
     def __init__(self, input_dim: int, cfg: RecurrentCfg) -> None:
@@ -334,22 +333,22 @@ class RecurrentLayer(nn.Module):
             self.gru = nn.GRU(input_dim, cfg.hidden_size, cfg.num_layers)
 
     def initial_state(self, batch_size: int) -> Tensor:
-        """Return the state at an episode's start: zeros."""
+        """Return the state at the start of an episode: zeros."""
         state_size = self.cfg.hidden_size * (2 if self.cfg.type == "lstm" else 1)
         return next(self.parameters()).new_zeros(batch_size, self.cfg.num_layers, state_size)
 
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in one observation ``[batch, input_dim]``; return ``(output [batch, hidden_size], new state)``."""
+        """Process one step ``[batch, input_dim]``; return ``(output [batch, hidden_size], new state)``."""
         output, new = self._run(x.unsqueeze(0), state.transpose(0, 1))
         return output.squeeze(0), new.transpose(0, 1)
 
     def sequence(self, x: Tensor, state: Tensor, start: Tensor) -> Tensor:
         """Run over ``[num_steps, batch, input_dim]`` from a state; return ``[num_steps, batch, hidden_size]``.
 
-        ``start`` ``[num_steps, batch]`` marks observations that begin an episode: the row's state is reset before them.
+        ``start`` ``[num_steps, batch]`` marks the first observations of episodes: the state is reset before them.
         """
-        # Between two resets of any row the layer runs in one call; a GPU, which would have to wait for the resets to be
-        # found, runs step by step.
+        # Between two resets of any row, the layer runs in one call. On a GPU it runs step by step, as finding the
+        # resets would synchronise.
         starts = range(1, x.shape[0]) if x.is_cuda else (start[1:].any(dim=1).nonzero().flatten() + 1).tolist()
         hidden, outputs = state.transpose(0, 1), []
         for begin, end in pairwise([0, *starts, x.shape[0]]):

@@ -1,4 +1,4 @@
-"""From observations to network inputs: choose keys, flatten, normalise, encode images."""
+"""Converts observations to network inputs: selects keys, flattens, normalises, encodes images."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,16 +17,16 @@ from embodichain.errors import ConfigError, ObservationError, nearest
 
 ObservationSpace = gym.Space[Any] | int
 _FROM_CAMERAS = ("image", "depth", "segmentation")
-"""Groups of observations that go through an image encoder."""
+"""Groups of observations that an image encoder processes."""
 _MOST_IDS = 256
 
 
 class RunningNormalizer(SharedStatistics):
-    """Shifts and scales ``[..., dim]`` to zero mean and unit variance by running statistics.
+    """Normalises ``[..., dim]`` to zero mean and unit variance by running statistics.
 
-    They change in ``update`` alone, and only in training mode and unless they are ``frozen``: they are constant while a
-    rollout is collected and trained on. They are buffers, saved with the policy. Before the first update inputs pass as
-    they are.
+    Only ``update`` changes the statistics, in training mode and unless they are ``frozen``. So they are constant while
+    a rollout is collected and trained on. They are buffers, saved with the policy. Before the first update, inputs are
+    only clipped.
     """
 
     count: Tensor
@@ -41,7 +41,7 @@ class RunningNormalizer(SharedStatistics):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(dim, dtype=torch.float64))
         self.register_buffer("m2", torch.zeros(dim, dtype=torch.float64))
-        # What forward needs, in the precision of the network; derived from the three above.
+        # For forward, in the precision of the network; derived from the three above.
         self.register_buffer("shift", torch.zeros(dim))
         self.register_buffer("scale", torch.ones(dim))
 
@@ -56,7 +56,7 @@ class RunningNormalizer(SharedStatistics):
 
     @property
     def frozen(self) -> bool:
-        """Whether ``update`` leaves the statistics as they are; the sign of ``count``, and so saved with them."""
+        """Whether ``update`` does nothing; stored as the sign of ``count``, so that it is saved, too."""
         return bool(self.count.signbit())
 
     @frozen.setter
@@ -65,7 +65,7 @@ class RunningNormalizer(SharedStatistics):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Take in ``[..., dim]`` observations; does nothing in evaluation mode or while frozen."""
+        """Update the statistics with ``[..., dim]`` data; does nothing in evaluation mode or while frozen."""
         if not self.training or self.frozen:
             return
         merged, own = (self.count, self.mean, self.m2), batch_moments(x, self.dim)
@@ -74,7 +74,7 @@ class RunningNormalizer(SharedStatistics):
         for buffer, value in zip((self.count, self.mean, self.m2), merged, strict=True):
             buffer.copy_(value)
         self.shift.copy_(self.mean)
-        # A column that never changed is shifted to zero and not scaled up.
+        # A constant column is shifted to zero but not scaled.
         self.scale.copy_(torch.where(self.variance <= self.eps, 1.0, (self.variance + self.eps).rsqrt()))
 
 
@@ -85,17 +85,17 @@ class ObservationEntry:
     path: tuple[str, ...]
     shape: tuple[int, ...]
     is_image: bool
-    """Whether it goes through an image encoder."""
+    """Whether an image encoder processes it."""
     is_bytes: bool = False
     """Whether it is uint8."""
     largest: float = 1.0
-    """Of an image: what is white, 255 for bytes and 1 for floats unless the space says otherwise; of depth, ``far``."""
+    """For images: the largest value of the space, usually 255 for uint8 and 1 for floats; for depth, ``far``."""
     num_ids: int = 0
-    """Of a segmentation: how many ids there are; each becomes a channel of zeros and ones."""
+    """For segmentations: number of ids, which are one-hot encoded."""
 
     @property
     def name(self) -> str:
-        # as configs write it: robot/qpos
+        # as in configs: robot/qpos
         return "/".join(self.path)
 
     @property
@@ -104,7 +104,7 @@ class ObservationEntry:
 
 
 def space_entries(space: ObservationSpace, path: tuple[str, ...] = ()) -> list[ObservationEntry]:
-    """Return the entries of a space in sorted key order; an int is one flat entry of that width."""
+    """Return the entries of a space in sorted key order; an int is a flat observation of that width."""
     if isinstance(space, int):
         return [ObservationEntry(path, (space,), False)]
     if isinstance(space, gym.spaces.Dict):
@@ -126,9 +126,10 @@ def space_entries(space: ObservationSpace, path: tuple[str, ...] = ()) -> list[O
 
 
 def looks_like_image(space: gym.spaces.Box) -> bool:
-    """Tell whether a box holds images: bytes ``[H, W]`` up to 255, or bytes or floats of three or four dimensions.
+    """Return whether a box holds images: uint8 ``[H, W]`` up to 255, or uint8 or floats of three or four dimensions.
 
-    Floats are in [0, 1] or [0, 255], and have two sides of at least 8. A matrix of smaller bytes, a board, is a vector.
+    Floats must be in [0, 1] or [0, 255], with two sides of at least 8. A uint8 matrix with a smaller range, such as a
+    board, is a vector.
     """
     rank, highest = len(space.shape), float(space.high.max(initial=0.0))
     if space.dtype == np.uint8:
@@ -140,7 +141,7 @@ def looks_like_image(space: gym.spaces.Box) -> bool:
 def select_entries(
     entries: list[ObservationEntry], names: Iterable[str], setting: str, source: str
 ) -> list[ObservationEntry]:
-    """Return the entries that are, or lie below, one of the names that a setting gives; each must match something."""
+    """Return the entries whose name or parent group is in ``names``; raise ``ConfigError`` if a name has no match."""
     chosen: list[ObservationEntry] = []
     for name in names:
         found = [entry for entry in entries if entry.name == name or entry.name.startswith(f"{name}/")]
@@ -152,7 +153,7 @@ def select_entries(
 
 
 def entry_of(obs: Observation, path: tuple[str, ...], remedy: str = "") -> Tensor:
-    """Return one tensor of a nested observation; the error for a missing one lists those that are there."""
+    """Return one tensor of a nested observation; ``ObservationError`` if it is missing, followed by ``remedy``."""
     name = "/".join(path)
     if isinstance(obs, Tensor):
         raise ObservationError(f"{name!r} cannot be found in a flat tensor: pass the nested TensorDict")
@@ -164,11 +165,11 @@ def entry_of(obs: Observation, path: tuple[str, ...], remedy: str = "") -> Tenso
 
 
 class FeatureEncoder(nn.Module):
-    """Turns an observation into what actor and critic share, ``[..., public_dim]``, and what only the critic sees.
+    """Encodes an observation as public features ``[..., public_dim]`` and privileged ones, which only the critic uses.
 
-    Vectors are flattened and concatenated in sorted key order, those named in ``critic_obs`` apart; each image has its
-    own encoder. With ``actor_obs``, what neither of the two names is left out. ``obs_space`` is a Gymnasium space or
-    the width of a flat observation. Flat tensors work for every space without images, in the columns of
+    Vectors are flattened and concatenated in sorted key order; those in ``critic_obs`` are privileged. Each image has
+    its own encoder. With ``actor_obs``, entries in neither of the two are ignored. ``obs_space`` is a Gymnasium space
+    or the width of a flat observation. Flat tensors work for every space without images, with the columns of
     ``flatten_dict_observation``.
     """
 
@@ -185,7 +186,7 @@ class FeatureEncoder(nn.Module):
         given = entries = space_entries(obs_space)
         hidden = select_entries(given, critic_obs, "critic_obs", "policy")
         if actor_obs is not None:
-            entries = _left_in(given, actor_obs, hidden)
+            entries = _used_entries(given, actor_obs, hidden)
         if images := [entry.name for entry in hidden if entry.is_image]:
             raise ConfigError(f"critic_obs: {images[0]!r} is an image; only vectors can be privileged", "policy")
         vectors = [entry for entry in entries if not entry.is_image]
@@ -204,7 +205,7 @@ class FeatureEncoder(nn.Module):
         if not self.public_dim:
             hidden_too = ", as all of it is in critic_obs" if self.privileged_dim else f": its space is {obs_space}"
             raise ConfigError(f"the observation holds no numbers for the policy to see{hidden_too}", "policy")
-        self._order: Tensor | None = None  # of a flat tensor's columns, where it is another one
+        self._order: Tensor | None = None  # permutation of a flat tensor's columns, if needed
         flat = [entry for entry in given if not entry.is_image]
         self._flat_dim = sum(entry.size for entry in flat)
         if self.vectors != flat and self.vectors:
@@ -214,7 +215,7 @@ class FeatureEncoder(nn.Module):
     def forward(self, obs: Observation, images: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return ``(public [..., public_dim], privileged [..., privileged_dim] or None)``.
 
-        Vectors come first; without ``images`` there is nothing else.
+        In ``public``, vectors come first; ``images=False`` leaves out the features of images.
         """
         parts, privileged = list[Tensor](), None
         if self.vector_dim:
@@ -230,7 +231,7 @@ class FeatureEncoder(nn.Module):
         return _join(parts), privileged
 
     def vector(self, obs: Observation) -> Tensor:
-        """Return all vector entries as float32 ``[..., vector_dim]``: the public ones first, each part sorted."""
+        """Return all vectors, float32 ``[..., vector_dim]``: the public, then the privileged ones, each sorted."""
         if isinstance(obs, Tensor):
             if self.images:
                 raise ObservationError("a flat tensor holds no images: pass the nested TensorDict")
@@ -247,15 +248,15 @@ class FeatureEncoder(nn.Module):
         return flat if flat.dtype == torch.float32 else flat.float()
 
     def update_normalizer(self, obs: Observation) -> None:
-        """Let the running statistics, if there are any, take in observations ``[...]``."""
+        """Update the running statistics, if any, with observations ``[...]``."""
         if self.normalizer is not None and self.training:
             self.normalizer.update(self.vector(obs))
 
 
-def _left_in(
+def _used_entries(
     entries: list[ObservationEntry], actor_obs: Sequence[str], hidden: list[ObservationEntry]
 ) -> list[ObservationEntry]:
-    """Return the entries that the actor or the critic sees, in their order."""
+    """Return the entries that the actor or the critic uses, in their order."""
     public = select_entries(entries, actor_obs, "actor_obs", "policy")
     if both := [entry.name for entry in public if entry in hidden]:
         raise ConfigError(f"critic_obs: {both[0]!r} is in actor_obs, too; only the critic sees critic_obs", "policy")

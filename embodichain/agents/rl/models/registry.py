@@ -1,4 +1,4 @@
-"""Policies by name, and how a policy is checked and built from its block of a config."""
+"""The registry of policies, and functions that check and build a policy from its config block."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,8 +39,8 @@ def build_policy(
 ) -> Policy:
     """Build a policy from its block ``{"name": "actor_critic", "action_dim": 6, "actor": {...}, ...}`` of a config.
 
-    The settings may also stand under ``"cfg"``. ``action_dim`` is optional and checked against the action space.
-    ``actor`` and ``critic`` replace the networks that the block would describe.
+    The settings may also be nested under ``"cfg"``. ``action_dim`` is optional and checked against the action space.
+    ``actor`` and ``critic`` replace the networks of the block.
     """
     policy_cls, settings, action_dim = _read_block(policy_block)
     is_chunked = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 2
@@ -69,7 +69,7 @@ def _read_block(policy_block: Mapping[str, Any]) -> tuple[type[Policy], dict[str
 
 
 def check_policy(policy_block: Mapping[str, Any]) -> None:
-    """Raise an error for all that is wrong with a policy block, as far as that is known without an environment."""
+    """Raise ``ConfigError`` for all problems of a policy block that can be found without an environment."""
     policy_cls, settings, _ = _read_block(policy_block)
     cfg_type = policy_cls.settings_type()
     if cfg_type is not None:
@@ -78,16 +78,16 @@ def check_policy(policy_block: Mapping[str, Any]) -> None:
 
 @configclass
 class PolicyBlock(Config):
-    """What every policy block has besides the settings of its class."""
+    """Settings that every policy block has, besides those of its class."""
 
     name: str = "actor_critic"
-    """Registered name: actor_critic, actor_only, gaussian, flow, tokens, vla, or one of a module of your own."""
+    """Registered name: actor_critic, actor_only, gaussian, flow, tokens, vla, or one that your own module registers."""
     action_dim: Count | None = None
-    """Numbers per action; it need not be given, and is compared with the environment's."""
+    """Dimension of actions; optional, checked against the environment's."""
 
 
 def policy_schemas(policy_block: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[type[Config], ...]]:
-    """Return the classes whose fields a policy block and the blocks of its networks may have, by their place in it."""
+    """Return, by path, the config classes of a policy block and of the blocks of its networks."""
     policy_cls, settings, _ = _read_block(policy_block)
     cfg_type = policy_cls.settings_type()
     if cfg_type is None:
@@ -106,12 +106,12 @@ def policy_schemas(policy_block: Mapping[str, Any]) -> dict[tuple[str, ...], tup
         ):
             is_direct = "network_cfg" not in block or block.keys() & NetworkCfg.__dataclass_fields__.keys()
             schemas[(*place, name)] = (NetworkBlock, NetworkCfg) if is_direct else (NetworkBlock,)
-    return schemas
+    return schemas | {(*place, *path): (kind,) for path, kind in policy_cls.settings_below(settings).items()}
 
 
 @contextmanager
 def networks_fit() -> Iterator[None]:
-    """Refuse networks inside the block whose parameters exceed the memory there is, before any of it is touched."""
+    """Raise ``ConfigError`` if networks built inside the block exceed the free memory, before it is used."""
     room, taken = free_memory(), 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,10 +1,10 @@
-"""Actions as tokens: every number of a chunk is one of a few bins, chosen one after the other or all at once.
+"""Token heads: each number of an action chunk is discretised into bins and decoded autoregressively or in parallel.
 
-``encoding: "fast"`` chooses fewer tokens for a chunk, of frequencies in the place of numbers: ``fast_tokens.py``.
+``encoding: "fast"`` needs fewer tokens per chunk, as it encodes frequencies instead of numbers: ``fast_tokens.py``.
 
-The tokens are the decision. Their log-probabilities are ``[batch, chunk_size, action_dim]``: a ratio can be taken per
-token, per action or per chunk. Imitation is cross-entropy. Because each token is chosen from all bins, given
-those before it, two ways of doing something remain two: their mean is never done.
+The tokens are the decision. Their log-probabilities are ``[batch, chunk_size, action_dim]``, so a ratio can be computed
+per token, per action or per chunk. Imitation minimises the cross-entropy. Autoregressive tokens can represent
+multimodal actions, which a Gaussian would average.
 """
 
 from typing import Annotated, Literal
@@ -22,24 +22,24 @@ from embodichain.errors import ConfigError, RolloutError
 
 @configclass
 class TokenCfg(Config):
-    """How chunks of actions become tokens, and how those are decoded."""
+    """Encoding of action chunks as tokens, and the decoder."""
 
     encoding: Literal["bins", "fast"] = "bins"
-    """What tokens stand for: the numbers of a chunk, or runs of its rounded frequencies (``fast``)."""
+    """What tokens encode: the numbers of a chunk (bins), or runs of its rounded frequencies (fast)."""
     num_bins: Annotated[int, Field(ge=2, le=4096)] = 64
-    """For bins: tokens per number, equal parts of the range."""
+    """For bins: number of equal bins of the range."""
     range: tuple[Number, Number] = (-1.0, 1.0)
-    """Least and largest action; what lies outside is moved to the bound."""
+    """Lower and upper bound of actions; values outside are clipped."""
     decoding: Literal["autoregressive", "parallel"] = "autoregressive"
-    """Whether each token depends on those before it, or all are decoded in one pass, independent of each other."""
+    """Whether each token depends on the tokens before it, or all are decoded independently in one pass."""
     fast: FastCfg = FastCfg()
-    """For fast: how frequencies become tokens."""
+    """For fast: settings of the tokenizer."""
     width: Size = 128
     """Width of the decoder."""
     depth: Size = 2
-    """Layers of the decoder."""
+    """Number of layers of the decoder."""
     num_heads: Size = 4
-    """Attention heads of the decoder."""
+    """Number of attention heads of the decoder."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -54,7 +54,7 @@ class TokenCfg(Config):
 
 
 class Block(nn.Module):
-    """Self-attention and a perceptron; with a cache, of one position at a time."""
+    """A transformer block: self-attention and an MLP; with a cache, it processes one position at a time."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -64,15 +64,15 @@ class Block(nn.Module):
         self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, causal: bool, cache: list[Tensor] | None = None) -> Tensor:
-        """Return ``[batch, positions, width]``; ``cache`` holds keys and values so far, and gets those of ``x``."""
+        """Return ``[batch, positions, width]``; keys and values of ``x`` are appended to ``cache``."""
         heads = self.to_qkv(self.norms[0](x)).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, positions, width / heads]
         if cache is not None:
             if cache:
                 key, value = torch.cat([cache[0], key], dim=2), torch.cat([cache[1], value], dim=2)
             cache[:] = [key, value]
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=causal and cache is None)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=causal and cache is None)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.think(self.norms[1](x))
 
 
@@ -80,7 +80,7 @@ class TokenHead(nn.Module):
     """Decodes the tokens of chunks ``[batch, chunk_size, action_dim]``, given features ``[batch, width]``."""
 
     centers: Tensor
-    """The action that each bin stands for, ``[num_bins]``."""
+    """The action at the centre of each bin, ``[num_bins]``."""
 
     def __init__(self, width: int, chunk_size: int, action_dim: int, cfg: TokenCfg) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class TokenHead(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def _make_vocabulary(self) -> tuple[int, int]:
-        """Make what turns actions into tokens; return how many tokens a chunk has, and of how many it chooses each."""
+        """Create the tokenizer; return the number of tokens per chunk and the size of the vocabulary."""
         low, high = self.cfg.range
         edges = torch.linspace(low, high, self.cfg.num_bins + 1)
         self.register_buffer("centers", 0.5 * (edges[1:] + edges[:-1]), persistent=False)
@@ -114,14 +114,14 @@ class TokenHead(nn.Module):
         return (share * self.cfg.num_bins).floor().long().clamp(0, self.cfg.num_bins - 1)
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Return the actions that tokens stand for."""
+        """Return the actions of tokens."""
         return self.centers[tokens]
 
     def logits(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """Return ``[batch, length, num_bins]``: what each token is chosen from, given the tokens before it."""
+        """Return the logits ``[batch, length, vocabulary]`` of each token, given the tokens before it."""
         x = self.given(features).unsqueeze(1) + self.positions.to(features.dtype)
         if self.causal:
-            x = x + F.pad(self.embedding(tokens[:, :-1]), (0, 0, 1, 0))  # the first one follows none
+            x = x + F.pad(self.embedding(tokens[:, :-1]), (0, 0, 1, 0))  # shifted: the first has no predecessor
         for block in self.blocks:
             x = block(x, self.causal)
         return self.out(self.norm(x)).float()
@@ -129,18 +129,20 @@ class TokenHead(nn.Module):
     def sample(
         self, features: Tensor, deterministic: bool = False, generator: Generator | None = None
     ) -> tuple[Tensor, Tensor, TensorDict]:
-        """Return ``(chunk, log_prob [batch, chunk_size, action_dim], decision)``, the likeliest if asked for."""
+        """Return ``(chunk, log_prob [batch, chunk_size, action_dim], decision)``; greedy with ``deterministic``."""
         batch = features.shape[0]
         if not self.causal:
-            nothing = torch.zeros(batch, self.length, dtype=torch.int64, device=features.device)
-            tokens, log_prob = choose(self.logits(features, nothing), deterministic, generator)
+            zeros = torch.zeros(batch, self.length, dtype=torch.int64, device=features.device)
+            tokens, log_prob = choose(self.logits(features, zeros), deterministic, generator)
         else:
-            tokens, log_prob = self._one_by_one(features, deterministic, generator)
+            tokens, log_prob = self._sample_autoregressively(features, deterministic, generator)
         chunk = self.decode(tokens).view(batch, *self.shape)
         return chunk, log_prob.view(batch, *self.shape), TensorDict({"tokens": tokens}, [batch])
 
-    def _one_by_one(self, features: Tensor, deterministic: bool, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        """Return tokens and log-probabilities ``[batch, length]``; keys and values of those before are kept."""
+    def _sample_autoregressively(
+        self, features: Tensor, deterministic: bool, generator: Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probabilities ``[batch, length]``, decoded autoregressively with a key-value cache."""
         given, caches = self.given(features).unsqueeze(1), [list[Tensor]() for _ in self.blocks]
         tokens, log_probs = list[Tensor](), list[Tensor]()
         for position in self.positions:
@@ -175,9 +177,9 @@ class TokenHead(nn.Module):
     def imitation_loss(
         self, features: Tensor, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
     ) -> Tensor:
-        """Return ``[batch]`` the cross-entropy per number of ``actions`` ``[batch, n, action_dim]``.
+        """Return the mean cross-entropy ``[batch]`` per number of ``actions`` ``[batch, n, action_dim]``.
 
-        ``n`` may be less than ``chunk_size``; ``valid`` ``[batch, n]`` tells which of them count.
+        ``n`` may be less than ``chunk_size``. ``valid`` ``[batch, n]`` masks the actions that count.
         """
         batch, length = actions.shape[:2]
         tokens = torch.zeros(batch, *self.shape, dtype=torch.int64, device=actions.device)
@@ -189,9 +191,9 @@ class TokenHead(nn.Module):
 
 
 class FastTokenHead(TokenHead):
-    """Decodes sequences of FAST-like tokens, one of which ends them.
+    """Decodes sequences of FAST-like tokens, which end with an end token.
 
-    Log-probabilities are ``[batch, 1, length]``, 0 after the end; ``num_factors`` of the decision tells how many count.
+    Log-probabilities are ``[batch, 1, length]``, 0 after the end. ``num_factors`` of the decision counts the others.
     """
 
     tokenizer: FastTokenizer
@@ -205,13 +207,13 @@ class FastTokenHead(TokenHead):
         return self.tokenizer.encode(actions)[0]
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Return the chunks ``[batch, chunk_size, action_dim]`` that tokens ``[batch, length]`` stand for."""
+        """Return the chunks ``[batch, chunk_size, action_dim]`` of tokens ``[batch, length]``."""
         return self.tokenizer.decode(tokens)
 
     def sample(
         self, features: Tensor, deterministic: bool = False, generator: Generator | None = None
     ) -> tuple[Tensor, Tensor, TensorDict]:
-        """Return ``(chunk, log_prob [batch, 1, length], decision)``, the likeliest token each time if asked for."""
+        """Return ``(chunk, log_prob [batch, 1, length], decision)``; greedy with ``deterministic``."""
         batch, device = features.shape[0], features.device
         given, caches = self.given(features).unsqueeze(1), [list[Tensor]() for _ in self.blocks]
         tokens = torch.full((batch, self.length), END, device=device)
@@ -220,7 +222,7 @@ class FastTokenHead(TokenHead):
             torch.zeros(batch, dtype=torch.int64, device=device),
             torch.ones_like(features[:, 0], dtype=torch.bool),
         )
-        # Elsewhere, asking costs more than the rest; and an exported graph has no such end.
+        # On a GPU the check would synchronise, and an exported graph cannot stop early.
         may_end = device.type == "cpu" and not torch.compiler.is_exporting()
         for i, position in enumerate(self.positions):
             x = given + position.to(given.dtype)
@@ -256,10 +258,10 @@ class FastTokenHead(TokenHead):
     def imitation_loss(
         self, features: Tensor, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
     ) -> Tensor:
-        """Return ``[batch]`` the cross-entropy per token of ``actions`` ``[batch, n, action_dim]``.
+        """Return the mean cross-entropy ``[batch]`` per token of ``actions`` ``[batch, n, action_dim]``.
 
-        Frequencies are those of whole chunks: actions that are missing, or do not count, repeat the last one that does.
-        A row in which none counts has no loss.
+        Frequencies need whole chunks: missing or invalid actions repeat the last valid one. The loss of a row without
+        valid actions is 0.
         """
         batch, length = actions.shape[:2]
         counts = torch.ones(batch, length, dtype=torch.bool, device=actions.device) if valid is None else valid.bool()
@@ -280,7 +282,7 @@ def make_token_head(width: int, chunk_size: int, action_dim: int, cfg: TokenCfg)
 def fit_tokenizer(policy: nn.Module, actions: Tensor) -> bool:
     """Fit the FAST-like tokenizers in a policy or model on chunks ``[n, chunk_size, action_dim]`` of demonstrations.
 
-    Call it before the first gradient step: afterwards tokens would change their meaning. Returns whether there is one.
+    Call it before the first gradient step, as it changes the meaning of tokens. Returns whether there is a tokenizer.
     """
     heads = [module for module in policy.modules() if isinstance(module, FastTokenHead)]
     for head in heads:
@@ -289,10 +291,10 @@ def fit_tokenizer(policy: nn.Module, actions: Tensor) -> bool:
 
 
 def choose(logits: Tensor, deterministic: bool, generator: Generator | None) -> tuple[Tensor, Tensor]:
-    """Return a token and its log-probability, each ``[...]``, from logits ``[..., num_bins]``."""
+    """Sample a token (greedy with ``deterministic``); return it and its log-probability, each ``[...]``."""
     log_probs = logits.log_softmax(-1)
     scores = log_probs
-    if not deterministic:  # the largest of log p - log(-log u) is a sample of p
+    if not deterministic:  # Gumbel-max: argmax of log p - log(-log u) is a sample of p
         drawn = torch.rand(logits.shape, device=logits.device, generator=generator)
         scores = log_probs - (-drawn.clamp(1e-38, 1.0 - 1e-7).log()).log()
     token = scores.argmax(-1)

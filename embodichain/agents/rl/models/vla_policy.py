@@ -1,6 +1,6 @@
 """``VLAPolicy``: a vision-language-action model as a policy that PPO and GRPO can train.
 
-Its block is ``{"name": "vla", "vla_config": {"model_path": "checkpoints/vla", "model_class": "tiny_vla"}}``.
+Config block: ``{"name": "vla", "vla_config": {"model_path": "checkpoints/vla", "model_class": "tiny_vla"}}``.
 """
 
 from collections.abc import Mapping
@@ -29,21 +29,21 @@ __all__ = ["VLACfg", "VLAPolicy", "VLAPolicyCfg", "load_vla_model"]
 
 @configclass
 class VLACfg(Config):
-    """Which model, and where its weights come from."""
+    """The model and its weights."""
 
     model_path: str | None = None
-    """Folder or file of the weights; ``null`` for random ones."""
+    """Folder or file of the weights; ``null`` for random weights."""
     model_class: str | None = None
-    """Registered name, or ``module.Class`` of a module that is trusted; default: what the folder says."""
+    """Registered name, or ``module.Class`` of a trusted module; default: the class in the folder's config."""
     model_config: dict[str, Any] = {}
-    """Arguments of the class; what the environment's spaces say need not be given."""
+    """Arguments of the class; those that follow from the environment's spaces are optional."""
     lora: LoRACfg | None = None
-    """Train low-rank additions only."""
+    """Train only low-rank adapters (LoRA)."""
     trainable: list[str] | None = None
-    """Parts of the model that are trained, such as ``to_action`` and ``to_value``; default: all that are not frozen."""
+    """Submodules to train, such as ``to_action`` and ``to_value``; default: all that are not frozen."""
     freeze_normalizer: bool | None = None
-    """Whether the statistics of proprioception stay as they are in reinforcement learning; default: those of a model
-    that imitated do, as other ones would change how it acts."""
+    """Whether reinforcement learning freezes the statistics of proprioception; default: only for a model trained by
+    imitation, whose actions new statistics would change."""
 
 
 @configclass
@@ -53,12 +53,12 @@ class VLAPolicyCfg(Config):
     vla_config: VLACfg = VLACfg()
     """The model."""
     chunk_size: Size | None = None
-    """Actions per decision of a model class that does not derive from ``VLAModel``; others know it themselves."""
+    """Actions per decision, for a model class that does not derive from ``VLAModel``."""
 
 
 @runtime_checkable
 class ActsOnObservations(Protocol):
-    """What ``VLAPolicy`` needs of a module, besides being callable with ``(obs, deterministic)``."""
+    """The methods that ``VLAPolicy`` needs, besides ``forward(obs, deterministic)``."""
 
     def get_value(self, obs: Observation) -> Tensor: ...
 
@@ -66,13 +66,14 @@ class ActsOnObservations(Protocol):
 
 
 class VLAPolicy(Policy):
-    """Lets a vision-language-action model choose chunks of actions.
+    """A policy that chooses chunks of actions with a vision-language-action model.
 
     The model is a ``VLAModel``, or any module with ``forward(obs, deterministic) -> (action, log_prob, value)``,
     ``get_value(obs)`` and ``evaluate_actions(obs, actions)``; ``obs`` is the environment's nested TensorDict.
     """
 
     cfg_type: ClassVar[type[Config] | None] = VLAPolicyCfg
+    critic_parts = ("model.to_value",)
 
     def __init__(
         self,
@@ -100,10 +101,8 @@ class VLAPolicy(Policy):
             raise ConfigError(problems, "policy")
         self.model: Any = model
         self.has_decision = bool(getattr(model, "has_decision", False))
-        if isinstance(getattr(model, "to_value", None), nn.Module):
-            self.critic_parts = ("model.to_value",)
         self.freeze_normalizer = freeze_normalizer
-        """Whether updates leave the statistics of proprioception as they are; ``None``: if they are frozen already."""
+        """Whether the statistics of proprioception are frozen in updates; ``None`` leaves that to the model."""
         self.device = torch.device(device)
         self.to(self.device)
 
@@ -133,6 +132,14 @@ class VLAPolicy(Policy):
         if self.freeze_normalizer is not None:
             self.model.normalizer.frozen = self.freeze_normalizer
         self.model.update_normalizer(obs)
+
+    @classmethod
+    def settings_below(cls, cfg: Mapping[str, Any]) -> dict[tuple[str, ...], type[Config]]:
+        given = cfg.get("vla_config")
+        vla: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        name = vla.get("model_class") or ("tiny_vla" if vla.get("model_path") is None else None)
+        model_cls = get_vla_model_class(name) if isinstance(name, str) else nn.Module
+        return {("vla_config", "model_config"): model_cls.cfg_type} if issubclass(model_cls, VLAModel) else {}
 
     @classmethod
     def build(cls, cfg: Mapping[str, Any], obs_space: Any, action_space: Any, device: torch.device) -> Self:

@@ -1,1 +1,1 @@
-"""Reports of runs: one HTML file that compares them and can be sent to somebody else."""
+"""Reports that compare runs, each a single HTML file."""

@@ -1,4 +1,4 @@
-"""The figures of a report, drawn by matplotlib and returned as SVG: learning curves, timing, the trials of a sweep."""
+"""The figures of a report as SVG, drawn by matplotlib: learning curves, timing, the trials of a sweep."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from embodichain.agents.rl.reports.series import Series, Sweep, curve, curves_of, mean_and_band
+from embodichain.agents.rl.reports.series import Series, SweepResult, curve, curves_of, mean_and_band
 
 _STYLE: dict[str, Any] = {
     "font.size": 9,
@@ -24,15 +24,17 @@ _STYLE: dict[str, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a $ in a name is one
+    "text.parse_math": False,  # $ in names is literal
     "svg.hashsalt": "embodichain",
 }
 _WIDTH, _HEIGHT, _COLUMNS = 4.6, 2.7, 2
 _MARGINS, _LINE = (0.15, 0.3, 0.45), 0.22
-"""Inches at the right of a panel, above and below it; and for a line of the legend."""
+"""Margins of a panel (right, top, bottom) and height of a line of the legend, in inches."""
+_LETTER, _HANDLE = 0.08, 0.7
+"""Width of a letter of the legend, and of a line's sample with its margins, in inches."""
 _MAX_POINTS = 300
 _MARKED_POINTS = 40
-"""A curve of fewer points has a dot at each."""
+"""Curves with fewer points have markers."""
 _MINUTES = 60.0
 _LEGEND_ENTRIES = 10
 
@@ -43,10 +45,11 @@ def colour(index: int) -> str:
 
 
 def curves(series: Sequence[Series], names: Sequence[str], over_time: bool = False) -> str:
-    """Draw a panel for each name: every run thin, and of several seeds the mean with a band of a standard deviation."""
+    """Draw a panel for each name: thin lines for runs, and for several seeds the mean and standard deviation."""
     panels = [_curve_panel(series, name) for name in names]
     if over_time and names:
-        panels.append(_curve_panel(series, names[0], "time/total_seconds"))
+        lines = (name for name in names if any(len(curve(run, name)[0]) > 1 for one in series for run in one.runs))
+        panels.append(_curve_panel(series, next(lines, names[0]), "time/total_seconds"))
     return _panels(panels)
 
 
@@ -63,7 +66,7 @@ def _curve_panel(series: Sequence[Series], name: str, over: str = "step") -> Cal
                 axes.plot(*thin, color=colour(index), label=_shown(one.label) if band is None else None, **own)
             if band is not None:
                 grid, mean, deviation = band
-                if len(grid) == 1:  # a line or a band of one point is not seen
+                if len(grid) == 1:  # a line or band of one point is invisible
                     axes.errorbar(grid * scale, mean, deviation, color=colour(index), capsize=3)
                 marker = "." if len(grid) < _MARKED_POINTS else ""
                 axes.plot(grid * scale, mean, color=colour(index), lw=1.8, marker=marker, ms=6, label=_shown(one.label))
@@ -81,12 +84,12 @@ def _curve_panel(series: Sequence[Series], name: str, over: str = "step") -> Cal
 
 
 def _shown(label: str) -> str:
-    """Return a label that a legend shows; it leaves out those that begin with an underscore."""
+    """Return a label that is shown in legends, which hide those with a leading underscore."""
     return f" {label}" if label.startswith("_") else label
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a curve of so few points that its drawing stays small: means of neighbours."""
+    """Reduce a curve to at most ``_MAX_POINTS`` points by averaging neighbours, to keep the SVG small."""
     if len(x) <= _MAX_POINTS:
         return x, y
     parts = np.array_split(np.arange(len(x)), _MAX_POINTS)
@@ -94,7 +97,7 @@ def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def timing(series: Sequence[Series], seconds: Sequence[dict[str, float]]) -> str:
-    """Draw where the time of each series went, in seconds of a run on average."""
+    """Draw how the time of each series was spent, in seconds per run."""
 
     def draw(axes: Axes) -> None:
         kinds = list(dict.fromkeys(kind for row in seconds for kind in row))
@@ -118,8 +121,8 @@ def timing(series: Sequence[Series], seconds: Sequence[dict[str, float]]) -> str
     return _panels([draw], width=2 * _WIDTH, height=0.95 + 0.38 * len(series), columns=1, legend=False, left=3.4)
 
 
-def trials(sweep: Sweep) -> str:
-    """Draw what a sweep has found: values in the order of trials, and over each setting that it varied."""
+def trials(sweep: SweepResult) -> str:
+    """Draw the trials of a sweep: their values in order, and over each setting that was varied."""
     done = [trial for trial in sweep.trials if trial["value"] is not None and trial["state"] == "complete"]
     pruned = [trial for trial in sweep.trials if trial["value"] is not None and trial["state"] == "pruned"]
     space = sweep.group.get("space", {})
@@ -147,6 +150,8 @@ def trials(sweep: Sweep) -> str:
                 axes.scatter(x, [trial["value"] for trial in given], s=16, marker=marker, color=shade)
             if space.get(name, {}).get("log"):
                 axes.set_xscale("log")
+                axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 4, 7)))
+                axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # powers of ten need math text
                 axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_title(f"{metric} by {name}", fontsize=9, loc="left")
 
@@ -163,12 +168,12 @@ def _panels(
     legend: bool = True,
     left: float = 0.6,
 ) -> str:
-    """Draw panels side by side, with one legend for all, and return the SVG element."""
+    """Draw panels in a grid, with a common legend, and return the SVG element."""
     if not draws:
         return ""
     columns = min(columns, len(draws))
     rows = math.ceil(len(draws) / columns)
-    with matplotlib.rc_context(cast(Any, _STYLE)):  # its keys are spelled out in a type
+    with matplotlib.rc_context(cast(Any, _STYLE)):  # cast, as the keys are a Literal type
         figure = Figure()
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, draw in zip(grid, draws, strict=False):
@@ -177,10 +182,13 @@ def _panels(
             axes.set_visible(False)
         handles, labels = grid[0].get_legend_handles_labels()
         shown = slice(_LEGEND_ENTRIES if legend and len(labels) > 1 else 0)
-        below = _LINE * math.ceil(len(labels[shown]) / _COLUMNS + 0.5) if labels[shown] else 0.0
+        letters = [int((width * columns / count - _HANDLE) / _LETTER) for count in (_COLUMNS, 1)]
+        ncols = _COLUMNS if all(len(label) <= letters[0] for label in labels[shown]) else 1
+        labels = [label if len(label) <= letters[1] else f"{label[: letters[1] - 1]}…" for label in labels]
+        below = _LINE * math.ceil(len(labels[shown]) / ncols + 0.5) if labels[shown] else 0.0
         _lay_out(figure, rows, columns, (width, height), left, below)
         if labels[shown]:
-            figure.legend(handles[shown], labels[shown], loc="lower center", ncols=_COLUMNS, frameon=False)
+            figure.legend(handles[shown], labels[shown], loc="lower center", ncols=ncols, frameon=False)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
@@ -188,9 +196,9 @@ def _panels(
 
 
 def _lay_out(figure: Figure, rows: int, columns: int, size: tuple[float, float], left: float, below: float) -> None:
-    """Place panels of a size, in inches, with room for labels at their left and below all of them.
+    """Arrange panels of a size in inches, with space for labels on their left and for a legend below.
 
-    Matplotlib's own layouts measure every label several times, which takes longer than all the drawing.
+    Matplotlib's layout engines measure every label several times, which takes longer than the drawing.
     """
     (width, height), (right, top, bottom) = size, _MARGINS
     total = width * columns, height * rows + below

@@ -1,4 +1,4 @@
-"""The HTML page of a report: one file with figures, videos and settings inside, which needs nothing else to be read."""
+"""The HTML page of a report: one self-contained file with figures, videos and settings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from markupsafe import Markup
 
 from embodichain import __version__
 from embodichain.agents.rl.reports import figures
-from embodichain.agents.rl.reports.series import ABSENT, Selection, Series, Sweep, differences, select
-from embodichain.agents.rl.run_records import CONFIG_FILE, RunInfo, command_of
+from embodichain.agents.rl.reports.series import ABSENT, Selection, Series, SweepResult, differences, select
+from embodichain.agents.rl.run_records import CONFIG_FILE, RunInfo, command_of, trust_words
 from embodichain.errors import writing
 
 _MAIN = (
@@ -29,18 +29,18 @@ _MAIN = (
     "update/action_loss",
     "update/imitation_loss",
 )
-"""What is drawn first; the losses are those of imitation."""
+"""Curves that are shown first; the losses are those of imitation and distillation."""
 _KINDS = {"videos": (".mp4", "video/mp4"), "plots": (".png", "image/png")}
 _TOTAL, _SUFFIX = "time/total_seconds", "_seconds"
 _PER_STEP = ("sample",)
-"""Times that are logged as the average of a step, not as the sum since the last line."""
+"""Times that are logged per step, not as the sum since the last line."""
 _PANELS = 24
-"""Most panels of one group of further curves."""
+"""Maximum number of panels in a group of further curves."""
 
 
 @dataclass(frozen=True)
 class Film:
-    """One video, or a plot in its place, of an evaluation."""
+    """The video, or a plot instead, of one evaluation."""
 
     label: str
     colour: str
@@ -50,7 +50,7 @@ class Film:
 
 
 def write_report(paths: Sequence[Path], file: Path, max_videos: int = 12, title: str | None = None) -> Path:
-    """Write the report of runs, groups of runs and sweeps in these folders."""
+    """Write a report about the runs, groups of runs and sweeps in these folders."""
     selection = select(paths)
     text = render(selection, max_videos, title or _title(selection, paths))
     with writing(file):
@@ -70,11 +70,11 @@ def _title(selection: Selection, paths: Sequence[Path]) -> str:
 
 
 def render(selection: Selection, max_videos: int, title: str) -> str:
-    """Return the page."""
+    """Return the HTML of the page."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"number": _number, "value": _value, "drawn": _drawn}
+    environment.filters |= {"number": _number, "value": _value, "drawn": _rounded}
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     series = selection.series
     colours = [figures.colour(index) for index in range(len(series))]
@@ -101,13 +101,13 @@ def render(selection: Selection, max_videos: int, title: str) -> str:
         kinds=list(dict.fromkeys(kind for row in seconds for kind in row)),
         timing=Markup(figures.timing(series, seconds) if any(seconds) else ""),
         machines=_machines(series),
-        commands=[(one, [(run, run.record.command, _again(run)) for run in one.runs]) for one in series],
+        commands=[(one, [(run, run.record.command, _repeat_command(run)) for run in one.runs]) for one in series],
         configs=[(one.label, json.dumps(one.runs[0].config, indent=2, ensure_ascii=False)) for one in series],
     )
 
 
 def _summary(series: Series, colour: str) -> dict[str, Any]:
-    """Return the line of a series in the table of results."""
+    """Return the row of a series in the table of results."""
     total = series.final(_TOTAL)
     steps = np.array([run.step for run in series.runs])
     return {
@@ -122,15 +122,15 @@ def _summary(series: Series, colour: str) -> dict[str, Any]:
         "recent": _mean_and_deviation(series.final("episode/return")),
         "seconds": total.mean() if len(total) else None,
         "speed": (steps.sum() / total.sum()) if len(total) == len(steps) and total.sum() else None,
-        "evaluations": [_told(evaluation) for run in series.runs for evaluation in run.evaluations[-1:]],
+        "evaluations": [_evaluation(entry) for run in series.runs for entry in run.evaluations[-1:]],
     }
 
 
-def _told(evaluation: dict[str, Any]) -> str:
-    rate, mean = evaluation.get("success_rate"), evaluation.get("mean_return")
+def _evaluation(entry: dict[str, Any]) -> str:
+    rate, mean = entry.get("success_rate"), entry.get("mean_return")
     success = f", success {rate:.0%}" if isinstance(rate, int | float) else ""
-    told = f"{mean:.2f}" if isinstance(mean, int | float) else "no return"
-    return f"{told}{success} ({evaluation.get('episodes')} episodes)"
+    text = f"{mean:.2f}" if isinstance(mean, int | float) else "no return"
+    return f"{text}{success} ({entry.get('episodes')} episodes)"
 
 
 def _mean_and_deviation(values: np.ndarray, percent: bool = False) -> str:
@@ -144,7 +144,7 @@ def _mean_and_deviation(values: np.ndarray, percent: bool = False) -> str:
 
 
 def _seconds(series: Series) -> dict[str, float]:
-    """Return where the time of an average run went."""
+    """Return the seconds that an average run spent on each activity."""
     spent: dict[str, float] = {}
     for run in series.runs:
         parts: dict[str, float] = {}
@@ -165,7 +165,7 @@ def _seconds(series: Series) -> dict[str, float]:
 
 
 def _groups(logged: Sequence[str], main: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the names of further curves by their first part."""
+    """Return the names of further curves, grouped by the part before the slash."""
     groups: dict[str, list[str]] = {}
     for name in logged:
         if name not in main and name != _TOTAL:
@@ -174,7 +174,7 @@ def _groups(logged: Sequence[str], main: Sequence[str]) -> list[tuple[str, list[
 
 
 def _films(series: Sequence[Series], colours: Sequence[str], most: int) -> tuple[list[Film], int]:
-    """Return the film of the last evaluation of each run, as many as may be, and how many are left out."""
+    """Return at most ``most`` videos, of the last evaluation of each run, and the number of those left out."""
     found: list[tuple[Series, str, RunInfo, Path]] = []
     for one, colour in zip(series, colours, strict=True):
         for run in one.runs:
@@ -203,7 +203,7 @@ def _common(series: Sequence[Series]) -> list[tuple[str, Any]]:
 
 
 def _machines(series: Sequence[Series]) -> list[tuple[str, dict[str, Any], dict[str, str]]]:
-    """Return machines and versions, each with the runs that were made there."""
+    """Return the names of runs with their machine and versions, grouped by these."""
     known: dict[str, tuple[list[str], dict[str, Any], dict[str, str]]] = {}
     for one in series:
         for run in one.runs:
@@ -213,29 +213,31 @@ def _machines(series: Sequence[Series]) -> list[tuple[str, dict[str, Any], dict[
     return [(", ".join(names), machine, versions) for names, machine, versions in known.values()]
 
 
-def _again(run: RunInfo) -> str:
-    """Return the command that repeats a run from what its folder holds."""
+def _repeat_command(run: RunInfo) -> str:
+    """Return the command that repeats a run from the config in its folder."""
     new = f"{run.path}_again"
-    return shlex.join(["embodichain", command_of(run.config), str(run.path / CONFIG_FILE), "--trainer.run_dir", new])
+    words = [command_of(run.config), str(run.path / CONFIG_FILE), "--trainer.run_dir", new]
+    return shlex.join(["embodichain", *words, *trust_words(run.record.trusted_modules)])
 
 
-def _best_command(sweep: Sweep) -> str:
+def _best_command(sweep: SweepResult) -> str:
     best = sweep.group.get("best_config")
-    return shlex.join(["embodichain", "train", str(sweep.path / best)]) if best else ""
+    trusted = map(str, sweep.group.get("trusted_modules", []))
+    return shlex.join(["embodichain", "train", str(sweep.path / best), *trust_words(trusted)]) if best else ""
 
 
 def _number(value: float | None) -> str:
-    """Return a number as a person reads it."""
+    """Format a number for a table."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _drawn(value: Any) -> str:
-    """Return a setting of a trial in a table; its config has all digits."""
+def _rounded(value: Any) -> str:
+    """Format a setting of a trial for a table, rounded."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _value(value: Any) -> str:
-    """Return a setting as a file has it."""
+    """Format a setting as JSON."""
     return ABSENT if value == ABSENT else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""Runs as a report sees them: those that differ in nothing but the seed are one series, of which a mean is drawn."""
+"""Selects the runs of a report; runs that differ only in the seed form a series."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from embodichain.config.files import dotted
 from embodichain.errors import ConfigError
 
 _NOT_COMPARED = ("seed", "run_dir", "output_dir", "num_threads", "collect_threads", "update_threads", "use_wandb")
-"""Fields, by the last part of their names, that make no other experiment of a run."""
+"""Fields (last part of their names) that are ignored when runs are grouped."""
 ABSENT = "–"
-"""Stands for a setting that a config does not have."""
+"""Placeholder for a setting that a config does not have."""
 _LABEL_PARTS = 3
 _POINTS = 200
 BEST_TRIALS = 5
-"""Trials of a sweep whose curves are drawn."""
+"""Number of trials of a sweep whose curves are drawn."""
 
 
 @dataclass
 class Series:
-    """Runs of the same settings."""
+    """Runs with the same settings."""
 
     runs: list[RunInfo]
     settings: dict[str, Any]
-    """Their settings by dotted names, less those that are not compared."""
+    """Their settings by dotted name, without those that are ignored."""
     label: str = ""
     trials: tuple[int, ...] = ()
-    """Numbers of the trials of a sweep that they are."""
+    """Numbers of their trials, if they belong to a sweep."""
 
     @property
     def seeds(self) -> str:
-        """The seeds of the runs, in words."""
+        """The seeds of the runs, as text."""
         return ", ".join("?" if run.record.seed is None else str(run.record.seed) for run in self.runs)
 
     @cached_property
     def names(self) -> list[str]:
-        """Everything that a run of these has logged as a number."""
+        """Names of all numbers that the runs have logged."""
         lines = [line for run in self.runs for line in run.lines]
         return sorted({name for line in lines for name, value in line.items() if value is not None and name != "step"})
 
     def final(self, name: str) -> np.ndarray:
-        """Return the last value of every run that has one, ``[num_runs]``."""
+        """Return the last value of each run that has one, ``[num_runs]``."""
         return np.array([value for run in self.runs if (value := run.latest(name)) is not None])
 
     def best(self, name: str) -> np.ndarray:
-        """Return the highest value of every run that has one, ``[num_runs]``."""
+        """Return the maximum of each run that has values, ``[num_runs]``."""
         curves = [curve(run, name)[1] for run in self.runs]
         return np.array([values.max() for values in curves if len(values)])
 
 
 def curve(run: RunInfo, name: str, over: str = "step") -> tuple[np.ndarray, np.ndarray]:
-    """Return what a run has logged under a name, ``[num_points]``, and over what: steps, or another name's values."""
+    """Return ``(x, y)``, each ``[num_points]``: the values logged under ``name``, over steps or another name."""
     points = [
         (line[over], line[name]) for line in run.lines if line.get(name) is not None and line.get(over) is not None
     ]
@@ -67,8 +67,10 @@ def curve(run: RunInfo, name: str, over: str = "step") -> tuple[np.ndarray, np.n
 
 
 def curves_of(series: Series, name: str, over: str = "step") -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the curves of all runs of a series; one that ended because it reached its target stays where it was, as
-    long as others go on."""
+    """Return the curves of all runs of a series.
+
+    A run that stopped at its target is extended, with its last value, to the end of the longest run.
+    """
     found = [curve(run, name, over) for run in series.runs]
     longest = max((x[-1] for x, _ in found if len(x)), default=0.0)
     for index, (run, (x, y)) in enumerate(zip(series.runs, found, strict=True)):
@@ -78,7 +80,7 @@ def curves_of(series: Series, name: str, over: str = "step") -> list[tuple[np.nd
 
 
 def mean_and_band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return points that all curves cover, and mean and standard deviation there; ``None`` for less than two curves."""
+    """Return grid points that all curves cover, with mean and standard deviation; ``None`` for less than two curves."""
     filled = [(x, y) for x, y in curves if len(x)]
     if len(filled) < 2:
         return None
@@ -94,17 +96,17 @@ def mean_and_band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.n
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """A search for settings, as its folder tells."""
+class SweepResult:
+    """A sweep, as read from its folder."""
 
     path: Path
     group: dict[str, Any]
     trials: list[dict[str, Any]]
-    """Number, state, value and params of every trial, in their order."""
+    """Number, state, value and params of every trial, in order."""
 
     @classmethod
-    def read(cls, folder: Path) -> Sweep | None:
-        """Return the sweep in a folder, if it is one."""
+    def read(cls, folder: Path) -> SweepResult | None:
+        """Return the sweep in a folder, or ``None``."""
         group = read_group(folder)
         return cls(folder, group, list(group.get("trials", []))) if group and group.get("kind") == "sweep" else None
 
@@ -115,35 +117,44 @@ class Sweep:
         return sorted(known, key=lambda trial: trial["value"], reverse=self.is_maximized)
 
     @property
+    def best(self) -> list[dict[str, Any]]:
+        """Trials whose runs are shown: confirmed ones, best first, then others by value."""
+        confirmed = [entry["trial"] for entry in self.group.get("confirmed", [])]
+        known = {trial["number"]: trial for trial in self.finished}
+        first = [known[number] for number in confirmed if number in known]
+        others = [trial for trial in self.finished if trial not in first]
+        return first + others[: max(0, BEST_TRIALS - len(first))]
+
+    @property
     def is_maximized(self) -> bool:
-        """Whether more is better."""
+        """Whether larger values are better."""
         return bool(self.group.get("direction", "maximize") == "maximize")
 
 
 @dataclass
 class Selection:
-    """What a report is about."""
+    """The content of a report."""
 
     series: list[Series]
-    sweeps: list[Sweep] = field(default_factory=list)
+    sweeps: list[SweepResult] = field(default_factory=list)
     left_out: int = 0
-    """Trials of sweeps that are in tables alone."""
+    """Number of trials that are shown only in tables."""
 
 
 def select(paths: Sequence[Path]) -> Selection:
-    """Find the runs in folders and group them; ``ConfigError`` for folders without any."""
+    """Find the runs in folders and group them; raise ``ConfigError`` for folders without runs."""
     found: dict[Path, RunInfo] = {}
     trials: dict[Path, int] = {}
-    sweeps: list[Sweep] = []
+    sweeps: list[SweepResult] = []
     problems, left_out = [], 0
     for path in paths:
         runs = find_runs(path)
         if not runs:
             problems.append(f"{path}: expected the folder of a run, or of several, found no train_config.json there")
-        sweep = Sweep.read(path)
+        sweep = SweepResult.read(path)
         if sweep is not None:
             sweeps.append(sweep)
-            chosen = {path / trial["folder"]: trial["number"] for trial in sweep.finished[:BEST_TRIALS]}
+            chosen = {path / trial["folder"]: trial["number"] for trial in sweep.best}
             numbers = {run: number for folder, number in chosen.items() for run in runs if folder in run.parents}
             left_out += len(sweep.trials) - len(chosen)
             trials |= numbers
@@ -155,7 +166,7 @@ def select(paths: Sequence[Path]) -> Selection:
 
 
 def _in_series(runs: Sequence[RunInfo], trials: Mapping[Path, int]) -> list[Series]:
-    """Return runs of the same settings together, each series with a label that tells it from the others."""
+    """Group runs with the same settings, and give each series a label with its distinctive settings."""
     grouped: dict[str, Series] = {}
     for run in runs:
         settings = compared(run.config)
@@ -187,12 +198,12 @@ def _short(value: Any) -> str:
 
 
 def compared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config by dotted names, less those that make no other experiment of it."""
+    """Return the settings of a config by dotted name, without those that are ignored."""
     return {key: value for key, value in dotted(config).items() if key.rpartition(".")[2] not in _NOT_COMPARED}
 
 
 def differences(series: Sequence[Series]) -> list[tuple[str, list[Any]]]:
-    """Return the settings in which series differ, with the value of each; one that lacks a setting has ``ABSENT``."""
+    """Return the settings in which series differ, with the value of each series, ``ABSENT`` if it has none."""
     keys = dict.fromkeys(key for one in series for key in one.settings)
     rows = [(key, [one.settings.get(key, ABSENT) for one in series]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]

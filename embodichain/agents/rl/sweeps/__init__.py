@@ -1,1 +1,1 @@
-"""Many runs that belong together: several seeds of one config, or a search for better settings."""
+"""Groups of runs: several seeds of one config, or a hyperparameter sweep."""

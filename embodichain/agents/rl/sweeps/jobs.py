@@ -1,7 +1,7 @@
-"""Trainings as jobs: each in a process of this machine, forked from one that has imported torch, or in a Ray cluster.
+"""Training jobs: each in a local process, forked from one that has imported torch, or in a Ray cluster.
 
-A job continues the run in its folder if there is one. It ends with the program that started it, however that ends: what
-it has learned since its last checkpoint is learned again when the run is continued.
+A job resumes the run in its folder if there is one. It ends with the program that started it, even if that is killed;
+progress since the last checkpoint is then repeated on resume.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,22 @@ from embodichain.errors import EmbodiChainError
 from embodichain.utils.console import MessageConsole, shown_messages
 
 _LEAVE_SECONDS = 30.0
-"""How long a run is waited for that its former process has not left yet."""
+"""How long a job waits until an earlier process has left the folder of the run."""
 _POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Program:
+    """A subcommand that trains: its name, and its functions to start and resume a run."""
+
+    name: str
+    begin: Callable[..., object]
+    """``(config, overrides, trusted_modules, console)``"""
+    resume: Callable[..., object]
+    """``(run_dir, overrides, trusted_modules, console)``"""
+
+
+TRAIN = Program("train", train_from_config, resume_training)
 
 
 @dataclass(frozen=True)
@@ -44,24 +58,26 @@ class Job:
     """One training."""
 
     name: str
-    """What it is called on the terminal."""
+    """Name on the terminal."""
     config: str
-    """The config's file."""
+    """Config file."""
     overrides: tuple[str, ...]
-    """Flags over it; the folder of the run is one of them."""
+    """Flags that change the config, including the folder of the run."""
     run_dir: Path
     """Folder of the run."""
     log: Path
-    """File for what the training prints."""
+    """File for the output of the training."""
     trusted_modules: tuple[str, ...] = ()
     threads: int = 0
-    """Torch's threads; 0: as many as torch takes."""
+    """Number of torch threads; 0 is torch's default."""
     gpu: str | None = None
-    """The only GPU that it may use."""
+    """The only visible GPU; ``None`` for all."""
+    program: Program = TRAIN
+    """The subcommand; its functions are pickled by name."""
 
 
 def run_job(job: Job) -> None:
-    """Train, or continue the run that is in the folder; the process prints to the job's file."""
+    """Train, or resume the run in the folder; the output goes to the job's log file."""
     if job.gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = job.gpu
     if job.threads:
@@ -73,18 +89,18 @@ def run_job(job: Job) -> None:
         console = MessageConsole()
         try:
             if is_run(job.run_dir):
-                resume_training(job.run_dir, (), job.trusted_modules, console)
+                job.program.resume(job.run_dir, (), job.trusted_modules, console)
             else:
-                train_from_config(job.config, job.overrides, job.trusted_modules, console)
+                job.program.begin(job.config, job.overrides, job.trusted_modules, console)
         except BaseException as error:
-            told = str(error) if isinstance(error, EmbodiChainError) else f"{type(error).__name__}: {error}"
-            console.print(told, highlight=False, markup=False, soft_wrap=True)
+            message = str(error) if isinstance(error, EmbodiChainError) else f"{type(error).__name__}: {error}"
+            console.print(message, highlight=False, markup=False, soft_wrap=True)
             raise
 
 
 @contextlib.contextmanager
 def _printing_to(file: Path) -> Iterator[None]:
-    """Let everything that this process prints go to the end of a file."""
+    """Append everything that this process prints to a file, inside the block."""
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = [os.dup(1), os.dup(2)]
     with file.open("ab") as log:
@@ -108,29 +124,28 @@ class JobHandle(ABC):
     """A job that was started."""
 
     problem: str | None = None
-    """What ended it, if that was an error."""
+    """The error that ended it, if any."""
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Tell whether it has ended; ``problem`` says then whether by an error."""
+        """Return whether the job has ended; ``problem`` is set if that was by an error."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ask it to save a checkpoint and to end."""
+        """Ask the job to save a checkpoint and end."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it, now; calling it twice is fine."""
+        """Kill the job; may be called repeatedly."""
 
 
 class ProcessJob(JobHandle):
-    """A job in a process of this machine."""
+    """A job in a local process."""
 
     def __init__(self, job: Job) -> None:
         self._process = WorkerProcess(_in_process, (job,))
 
     def is_over(self) -> bool:
-        """Tell whether it has ended."""
         report = None
         with contextlib.suppress(EOFError):
             message = self._process.channel.receive(0.0)
@@ -149,31 +164,29 @@ class ProcessJob(JobHandle):
         return True
 
     def stop(self) -> None:
-        """Ask it to save a checkpoint and to end."""
         if not self._process.is_closed and self._process.pid:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(self._process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it, now."""
         self._process.kill()
         self._process.channel.close()
 
 
 class RayTrainer:
-    """The actor that does one job in a cluster."""
+    """The Ray actor that runs one job."""
 
     def locate(self) -> dict[str, Any]:
-        """Tell where it is."""
+        """Return the location of the actor."""
         return location_of_actor()
 
     def train(self, job: Job) -> None:
-        """Do the job."""
+        """Run the job."""
         run_job(job)
 
 
 class RayJob(JobHandle):
-    """A job in a Ray cluster, all of whose machines see the folder of the run."""
+    """A job in a Ray cluster, whose machines all have access to the folder of the run."""
 
     def __init__(self, job: Job, placement: PlacementCfg) -> None:
         remote = load_ray().remote(RayTrainer)
@@ -182,7 +195,6 @@ class RayJob(JobHandle):
         self._answer = self._actor.locate.remote()
 
     def is_over(self) -> bool:
-        """Tell whether it has ended."""
         ray = load_ray()
         while not self._is_over and ray.wait([self._answer], timeout=0.0)[0]:
             try:
@@ -200,21 +212,20 @@ class RayJob(JobHandle):
         return self._is_over
 
     def stop(self) -> None:
-        """End it: its latest checkpoint is what there is."""
+        """Kill the job; its latest checkpoint remains."""
         self.kill()
 
     def kill(self) -> None:
-        """End it, now."""
         if not self._is_over and RayCluster.is_alive():
             load_ray().kill(self._actor, no_restart=True)
         self._is_over = True
 
 
 class Launcher:
-    """Starts jobs, in processes of this machine or in a Ray cluster."""
+    """Starts jobs in local processes or in a Ray cluster."""
 
     def __init__(self, jobs: int, cluster: PlacementCfg | None = None, address: str | None = None) -> None:
-        """``cluster`` says what a job needs of a node; ``None`` for processes of this machine."""
+        """``cluster`` holds the resources of a job in a Ray cluster; ``None`` for local processes."""
         self._placement = cluster
         self._cluster = None if cluster is None else RayCluster(address, jobs, cluster)
 

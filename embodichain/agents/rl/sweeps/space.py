@@ -1,6 +1,6 @@
-"""The space that a sweep searches, as the command line gives it: ``lr=log(1e-4,1e-2),ent=[0,0.01],n_epochs={3,5,10}``.
+"""The search space of a sweep, as given on the command line: ``lr=log(1e-4,1e-2),ent=[0,0.01],n_epochs={3,5,10}``.
 
-``[a,b]`` is an interval, ``log(a,b)`` one of magnitudes, and ``{a,b,c}`` a choice. Fields of integers get integers.
+``[a,b]`` is an interval, ``log(a,b)`` a log-uniform interval, and ``{a,b,c}`` a choice. Integer fields get integers.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _KINDS = {"": "interval", "log": "log", "uniform": "interval", "int": "interval"
 
 @dataclass(frozen=True)
 class Domain:
-    """The values that one field may have."""
+    """The values of one field in the search space."""
 
     field: str
     """Dotted name of the field."""
     low: float | int | None = None
     high: float | int | None = None
     log: bool = False
-    """Whether magnitudes are equally likely, not values."""
+    """Whether values are sampled log-uniformly."""
     is_integer: bool = False
     choices: tuple[Any, ...] = ()
     """The values, if they are not an interval."""
 
     def words(self, value: Any) -> list[str]:
-        """Return the flag that sets the field; floats are written so that they are read as the same ones."""
+        """Return the flag that sets the field to a value; floats keep all digits."""
         text = value if isinstance(value, str) else json.dumps(value)
         return [f"--{self.field}", text] if not text.startswith("-") else [f"--{self.field}={text}"]
 
     def __contains__(self, value: object) -> bool:
-        """Tell whether a value is in it."""
+        """Return whether a value is in the domain."""
         if self.choices:
             return value in self.choices
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -65,9 +65,9 @@ class Domain:
 
 
 def parse_space(texts: Sequence[str], cfg: TrainCfg) -> dict[str, Domain]:
-    """Return the domains by the names that were given; ``ConfigError`` tells all that is wrong.
+    """Return the domains by the given names; raise ``ConfigError`` with all problems.
 
-    Names are looked up among the fields of the config, and the ends of every domain are tried on it.
+    Names are looked up among the fields of the config, and the bounds of each domain are tried on it.
     """
     flags = list(flags_of(cfg, TrainCfg, (), schemas_of(cfg)))
     space: dict[str, Domain] = {}
@@ -91,7 +91,7 @@ def parse_space(texts: Sequence[str], cfg: TrainCfg) -> dict[str, Domain]:
 
 
 def _entries(text: str) -> Iterator[str]:
-    """Yield the entries of a space: the parts between commas that are in no brackets."""
+    """Yield the entries of a space: the parts between commas outside of brackets."""
     depth, begin = 0, 0
     for index, letter in enumerate(text):
         depth += (letter in "[({") - (letter in "])}")
@@ -128,7 +128,7 @@ def _parse(entry: str, flags: Sequence[Flag]) -> tuple[str, Domain]:
 
 
 def _value(text: str) -> Any:
-    """Return a value as YAML has it; lists stay text, as a flag takes them."""
+    """Parse a value as YAML; lists stay text, as flags take them."""
     try:
         value = parse_yaml(text)
     except ValueError:
@@ -137,20 +137,20 @@ def _value(text: str) -> Any:
 
 
 def _takes_integers(flag: Flag) -> bool:
-    """Tell whether a field takes integers and no other numbers."""
+    """Return whether a field takes integers, but no floats."""
     kinds = strip(flag.annotation)
     options = kinds if isinstance(kinds, tuple) else (kinds,)
     return any(strip(option) is int for option in options) and all(strip(option) is not float for option in options)
 
 
 def _try(domain: Domain, cfg: TrainCfg) -> None:
-    """Raise ``ConfigError`` if the config does not take the ends of a domain, or one of its choices."""
+    """Raise ``ConfigError`` if the config does not accept the bounds of a domain, or one of its choices."""
     for value in domain.choices or (domain.low, domain.high):
         override(cfg, domain.words(value))
 
 
 def current_values(space: dict[str, Domain], cfg: TrainCfg) -> dict[str, Any] | None:
-    """Return what the config itself has, if all of it lies in the space."""
+    """Return the values of the config itself, ``None`` if one is outside the space."""
     flags = {flag.name: flag.value for flag in flags_of(cfg, TrainCfg, (), schemas_of(cfg))}
     values = {name: flags[domain.field] for name, domain in space.items()}
     for name, domain in space.items():

@@ -1,127 +1,167 @@
-"""A search for better settings with Optuna: ``embodichain sweep CONFIG --space 'lr=log(1e-4,1e-2)' --trials 40``.
+"""Hyperparameter search with Optuna: ``embodichain sweep CONFIG --space 'lr=log(1e-4,1e-2)' --trials 40``.
 
-Trials are kept in ``study.db`` (SQLite), which a killed process leaves whole. A trial that was running is continued in
-its folder, and one whose runs are over is judged by what they logged: none is lost, and none is run twice.
+Trials are stored in ``study.db`` (SQLite), which survives a killed process. A running trial is then resumed in its
+folder, and finished runs are scored from their logs, so no trial is lost or repeated. The first trial has the settings
+of the config itself. It and the best trials are confirmed with further seeds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 
 from embodichain.agents.processes.ray_backend import PlacementCfg
 from embodichain.agents.rl.config import TrainCfg, override
 from embodichain.agents.rl.reports.page import write_report
-from embodichain.agents.rl.run_records import RunInfo, RunRecord
+from embodichain.agents.rl.run_records import RunInfo, RunRecord, trust_words
+from embodichain.agents.rl.sweeps.confirmation import Candidate, Confirmation, Confirmed
 from embodichain.agents.rl.sweeps.group import (
     DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    LOGS,
     GroupFolder,
     GroupRequest,
     Runner,
 )
 from embodichain.agents.rl.sweeps.jobs import Job, Launcher
+from embodichain.agents.rl.sweeps.scores import Direction, Judge, ScoreKind, chunk_size, planned_evaluations
 from embodichain.agents.rl.sweeps.space import Domain, current_values, parse_space
 from embodichain.config import save_config
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, nearest
 from embodichain.extras import require
 from embodichain.utils.console import MessageConsole, check_counts, shown_messages
 
 BEST_CONFIG, DATABASE, REPORT = "best_config.json", "study.db", "report.html"
+_OF_CONFIG = "of_config"
+"""Attribute of the trial that has the settings of the config itself."""
+_STUDY = "sweep"
+_HOPELESS_TRIALS = 5
+"""The sweep stops if this many first trials have all failed."""
 _STARTUP_TRIALS, _WARMUP_EVALUATIONS = 5, 2
-"""Trials that are complete before any is pruned, and evaluations that every one has."""
+"""Number of complete trials before any is pruned, and of evaluations before a trial is pruned."""
+_CONFIRMED_TRIALS = 3
+"""Number of trials to confirm, besides the config itself."""
+_UNPLANNED = 100_000
+"""Assumed maximum number of evaluations of a run if it is unknown."""
 _LOOK_SECONDS = 1.0
 """How often the logs of runs are read for new evaluations."""
 
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How trials are made and judged."""
+    """Settings of a sweep."""
 
     space: tuple[str, ...]
     trials: int = 20
     metric: str = "eval/return"
-    score: Literal["last", "best", "mean"] = "last"
-    direction: Literal["maximize", "minimize"] = "maximize"
+    score: ScoreKind = "mean"
+    direction: Direction = "maximize"
     prune: bool = True
     sampler_seed: int = 0
+    confirm: int = 5
+    """Number of further seeds with which the best trials are confirmed."""
 
     def __post_init__(self) -> None:
         check_counts({"--trials": self.trials})
+        if self.confirm < 0:
+            raise ConfigError(f"--confirm: expected a number of seeds, 0 for none, got {self.confirm}", "command line")
+
+    @property
+    def judge(self) -> Judge:
+        """Computes the score of runs."""
+        return Judge(self.metric, self.score, self.direction)
 
 
 @dataclass
 class ActiveTrial:
-    """A trial whose runs are made one after the other."""
+    """A running trial, whose seeds are trained one after the other."""
 
     trial: Any
-    folder: str
-    words: list[str]
+    candidate: Candidate
     slot: int
     seeds: list[int]
-    """Seeds that are still to be run, the present one first."""
-    scores: list[float]
-    """Scores of the runs that are over."""
+    """Remaining seeds, the current one first."""
+    reported: set[int]
+    """Steps that were reported to the study."""
+    scores: list[float] = field(default_factory=list)
+    """Scores of finished runs."""
     job: Job | None = None
-    reported: int = 0
-    """Evaluations that the study knows of."""
 
 
 class Sweep:
-    """A search in progress: asks Optuna for trials, runs them, and tells it how they do."""
+    """A running sweep: asks Optuna for trials, runs them, and reports their results."""
 
     def __init__(
         self,
         request: GroupRequest,
         settings: SweepSettings,
         space: dict[str, Domain],
-        group: GroupFolder,
+        group: GroupFolder[TrainCfg],
         runner: Runner,
     ) -> None:
         self._optuna = require("optuna", extra="sweep")
         self._optuna.logging.set_verbosity(self._optuna.logging.ERROR)
         self.request, self.settings, self.space, self.group, self.runner = request, settings, space, group, runner
-        pruners = self._optuna.pruners
-        median = pruners.MedianPruner(_STARTUP_TRIALS, _WARMUP_EVALUATIONS)
-        self.study = self._optuna.create_study(
-            storage=f"sqlite:///{(group.path / DATABASE).absolute()}",
-            study_name="sweep",
-            direction=settings.direction,
-            pruner=median if settings.prune else pruners.NopPruner(),
-            load_if_exists=True,
-        )
+        self.judge = settings.judge
+        self.study = self._opened()
         states = self._optuna.trial.TrialState
+        if self._all_failed():  # the cause may be fixed by now: try the same trials again
+            self._optuna.delete_study(study_name=_STUDY, storage=self._storage)
+            self.study = self._opened()
         if not self.study.trials:
             values = current_values(space, group.cfg)
-            if values is not None:  # so that the best trial is at least as good as what there was
-                self.study.enqueue_trial(values)
+            if values is not None:  # so that the best trial is at least as good as the config
+                self.study.enqueue_trial(values, user_attrs={_OF_CONFIG: True})
         self._left = [trial for trial in self.study.trials if trial.state == states.RUNNING]
-        """Trials that were running when the process before this one ended."""
+        """Trials that were running when the previous process ended."""
         self.active: list[ActiveTrial] = []
+        self.confirmed: list[Confirmed] = []
         self._looked = 0.0
 
     @property
+    def _storage(self) -> str:
+        return f"sqlite:///{(self.group.path / DATABASE).absolute()}"
+
+    def _opened(self) -> Any:
+        """Return the study in the folder, or create it."""
+        pruners = self._optuna.pruners
+        median = pruners.MedianPruner(_STARTUP_TRIALS, _WARMUP_EVALUATIONS)
+        return self._optuna.create_study(
+            storage=self._storage,
+            study_name=_STUDY,
+            direction=self.settings.direction,
+            pruner=median if self.settings.prune else pruners.NopPruner(),
+            load_if_exists=True,
+        )
+
+    def _all_failed(self) -> bool:
+        """Return whether there are finished trials and all of them have failed."""
+        states = self._optuna.trial.TrialState
+        over = {trial.state for trial in self.study.get_trials(deepcopy=False)} - {states.WAITING, states.RUNNING}
+        return over == {states.FAIL}
+
+    @property
     def _begun(self) -> int:
-        """Number of trials that were begun, whatever became of them."""
+        """Number of trials that were started."""
         waiting = self._optuna.trial.TrialState.WAITING
         return sum(trial.state != waiting for trial in self.study.get_trials(deepcopy=False))
 
     def step(self) -> bool:
-        """Take note of what happened, and start what can be; tell whether all trials are over."""
+        """Process finished runs and new evaluations, and start trials; return whether all are finished."""
         for job, problem in self.runner.ended():
             active = next(one for one in self.active if one.job == job)
             self._report(active)
             self._run_ended(active, problem)
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             for active in list(self.active):
-                if self._report(active) and active.trial.should_prune():
+                is_new = self._report(active)
+                if is_new and _OF_CONFIG not in active.trial.user_attrs and active.trial.should_prune():
                     self._prune(active)
             self._looked = time.monotonic()
         while self.runner.free and len(self.active) < self.request.jobs:
@@ -131,31 +171,43 @@ class Sweep:
                 left = self._left.pop(0)
                 self._set_sampler(left.number)
                 self._begin(self._optuna.Trial(self.study, left._trial_id), slot, again=True)
-            elif self._begun < self.settings.trials:
+            elif self._begun < self.settings.trials and not self._is_hopeless():
                 self._set_sampler(self._begun)
                 self._begin(self.study.ask(), slot)
             else:
                 break
         return not self.active
 
+    def _is_hopeless(self) -> bool:
+        """Return whether the first ``_HOPELESS_TRIALS`` trials have all failed."""
+        return self._all_failed() and self._begun - len(self.active) >= _HOPELESS_TRIALS
+
     def _set_sampler(self, number: int) -> None:
-        """Let the draws of a trial depend on its number, not on how often the sweep was interrupted, even between
-        the beginning of the trial and its draws."""
+        """Seed the sampler by the number of the trial, so that its settings do not depend on interruptions."""
         seed = 1009 * self.settings.sampler_seed + number
         self.study.sampler = self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
 
     def _begin(self, trial: Any, slot: int, again: bool = False) -> None:
-        """Draw the settings of a trial, or take those that it has, and start its first run."""
+        """Sample the settings of a trial, unless it has them already, and start its first run."""
         params = {name: self._draw(trial, name, domain) for name, domain in self.space.items()}
-        words = [word for name, value in params.items() for word in self.space[name].words(value)]
-        active = ActiveTrial(trial, f"trial_{trial.number:04d}", words, slot, list(self.request.seeds), [])
         known = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-        active.reported = len(known)
+        active = ActiveTrial(trial, self._candidate(trial.number, params), slot, list(self.request.seeds), set(known))
         self.active.append(active)
         shown = ", ".join(f"{name}={_short(value)}" for name, value in params.items())
         self.runner.print(f"trial {trial.number}{' continues' if again else ''}: {shown}")
         self._next_run(active)
         self._write()
+
+    def _candidate(self, number: int, params: dict[str, Any]) -> Candidate:
+        words = tuple(word for name, domain in self.space.items() for word in domain.words(params[name]))
+        return Candidate(f"trial {number}", f"trial_{number:04d}", words, self._planned(words), number)
+
+    def _planned(self, words: tuple[str, ...]) -> int | None:
+        """Return the number of evaluations of a run with these settings, ``None`` if it is unknown."""
+        if not self.judge.metric.startswith("eval/"):
+            return None
+        cfg = override(self.group.cfg, list(words))
+        return planned_evaluations(cfg.trainer, chunk_size(cfg.policy))
 
     def _draw(self, trial: Any, name: str, domain: Domain) -> Any:
         if domain.choices:
@@ -165,9 +217,10 @@ class Sweep:
         return trial.suggest_float(name, domain.low, domain.high, log=domain.log)
 
     def _next_run(self, active: ActiveTrial) -> None:
-        """Start the run of the next seed; those that are over count as they are."""
+        """Start the run of the next seed; finished runs are only scored."""
         while active.seeds:
-            job = self.group.job(active.seeds[0], self.request, active.slot, active.folder, active.words)
+            candidate = active.candidate
+            job = self.group.job(active.seeds[0], self.request, active.slot, candidate.folder, candidate.words)
             run = RunInfo(job.run_dir)
             active.job = job
             if run.state not in DONE:
@@ -190,57 +243,43 @@ class Sweep:
         self._fail(active, f"{reason} (see {active.job.log})")
 
     def _take_score(self, active: ActiveTrial, run: RunInfo) -> bool:
-        """Add the score of a run that is over; a trial without one has failed."""
-        score = self._score([line[self.settings.metric] for line in self._evaluations(run)])
+        """Add the score of a finished run; if it has none, fail the trial and return ``False``."""
+        score = self.judge.of(self.judge.evaluations(run, active.candidate.planned))
         if score is None:
-            self._fail(active, f"nothing was logged as {self.settings.metric}")
+            logged = {name for line in run.lines for name in line if name.startswith("eval/")}
+            self._fail(active, f"nothing was logged as {self.settings.metric}.{nearest(self.settings.metric, logged)}")
             return False
         active.scores.append(score)
         active.seeds.pop(0)
         return True
 
-    def _evaluations(self, run: RunInfo) -> list[dict[str, Any]]:
-        metric = self.settings.metric
-        return [line for line in run.lines if line.get(metric) is not None and math.isfinite(line[metric])]
-
-    def _score(self, values: Sequence[float]) -> float | None:
-        """Return one number for the evaluations of a run."""
-        if not values:
-            return None
-        if self.settings.score == "best":
-            return max(values) if self.settings.direction == "maximize" else min(values)
-        return values[-1] if self.settings.score == "last" else sum(values) / len(values)
-
     def _report(self, active: ActiveTrial) -> bool:
-        """Tell the study of evaluations that it does not know yet; return whether there were any.
+        """Report new evaluations to the study; return whether there were any.
 
-        Step ``n`` of a trial is its ``n``-th evaluation, over all seeds; the value there is the mean over the seeds
-        that are over and the one that runs.
+        The steps of a trial count its evaluations, seed after seed, so that equal steps of two trials are the same
+        evaluation of the same seed. The value is the mean over finished seeds and the running one.
         """
         if active.job is None:
             return False
-        values = [line[self.settings.metric] for line in self._evaluations(RunInfo(active.job.run_dir))]
-        before = sum(self._count(active, seed) for seed in self.request.seeds[: len(active.scores)])
-        fresh = range(max(0, active.reported - before), len(values))
-        for index in fresh:
-            score = self._score(values[: index + 1])
+        most = active.candidate.planned or _UNPLANNED
+        values = self.judge.evaluations(RunInfo(active.job.run_dir), active.candidate.planned)
+        before = most * len(active.scores)
+        fresh = [count for count in range(1, min(len(values), most) + 1) if before + count not in active.reported]
+        for count in fresh:
+            score = self.judge.of(values[:count])
             if score is not None:
                 scores = [*active.scores, score]
-                active.trial.report(sum(scores) / len(scores), before + index + 1)
-        active.reported = max(active.reported, before + len(values))
+                active.trial.report(sum(scores) / len(scores), before + count)
+        active.reported |= {before + count for count in fresh}
         return len(fresh) > 0
 
-    def _count(self, active: ActiveTrial, seed: int) -> int:
-        job = self.group.job(seed, self.request, active.slot, active.folder, active.words)
-        return len(self._evaluations(RunInfo(job.run_dir)))
-
     def _prune(self, active: ActiveTrial) -> None:
-        """End a trial that is worse than most were at this point."""
+        """Stop a trial that is worse than the median at this step."""
         if active.job is not None:
             self.runner.end(active.job)
             RunRecord.end(active.job.run_dir, "pruned")
         self._tell(active, state=self._optuna.trial.TrialState.PRUNED)
-        self.runner.print(f"trial {active.trial.number}: pruned after {active.reported} evaluations")
+        self.runner.print(f"trial {active.trial.number}: pruned after {len(active.reported)} evaluations")
 
     def _complete(self, active: ActiveTrial) -> None:
         value = sum(active.scores) / len(active.scores)
@@ -259,7 +298,7 @@ class Sweep:
         self._write()
 
     def _write(self, **changes: Any) -> None:
-        """Write what is known into ``group.json``, and the best config so far."""
+        """Write ``group.json`` and the best config so far."""
         trials = [
             {
                 "number": trial.number,
@@ -273,39 +312,83 @@ class Sweep:
         ]
         best = self.best()
         if best is not None:
-            save_config(best[1], self.group.path / BEST_CONFIG)
-            changes |= {"best": best[0], "best_config": BEST_CONFIG}
+            cfg = override(self.group.cfg, [*best.words, "--trainer.seed", str(self.request.seeds[0])])
+            save_config(cfg, self.group.path / BEST_CONFIG)
+            trusted = list(self.request.trusted_modules)
+            changes |= {"best": best.number, "best_config": BEST_CONFIG, "trusted_modules": trusted}
         self.group.write(trials=trials, **changes)
 
-    def best(self) -> tuple[int, TrainCfg] | None:
-        """Return the number of the best trial and its config, if a trial is complete."""
-        with contextlib.suppress(ValueError):  # none is
+    def best(self) -> Candidate | None:
+        """Return the best confirmed candidate, or else the best trial so far; ``None`` if no trial is complete."""
+        if self.confirmed:
+            return self.confirmed[0].candidate
+        with contextlib.suppress(ValueError):  # no trial is complete
             trial = self.study.best_trial
-            words = [word for name, domain in self.space.items() for word in domain.words(trial.params[name])]
-            cfg = override(self.group.cfg, [*words, "--trainer.seed", str(self.request.seeds[0])])
-            return trial.number, cfg
+            return self._candidate(trial.number, trial.params)
         return None
 
-    def conclude(self) -> int:
-        """Write the report, say what was found, and return the exit code."""
-        is_done = not self.active and self._begun >= self.settings.trials
-        self._write(done=is_done)
+    def confirmation(self) -> Confirmation | None:
+        """Return the confirmation of the best trials; ``None`` if interrupted or there is nothing to confirm."""
+        if self.runner.interrupted or not self.settings.confirm or self.best() is None:
+            return None
+        trials = self.study.get_trials(deepcopy=False)
+        complete = [trial for trial in trials if trial.state == self._optuna.trial.TrialState.COMPLETE]
+        complete.sort(key=lambda trial: self.judge.rank(trial.value))
+        best = [self._candidate(trial.number, trial.params) for trial in complete[:_CONFIRMED_TRIALS]]
+        of_config = next((trial for trial in trials if _OF_CONFIG in trial.user_attrs), None)
+        if of_config is None:
+            config = Candidate("the config as it was", "config", (), self._planned(()))
+        else:
+            config = self._candidate(of_config.number, of_config.params)
+        return Confirmation(self.request, self.group, self.runner, self.judge, config, best, self.settings.confirm)
+
+    def conclude(self, confirmation: Confirmation | None) -> int:
+        """Write the report, print the result, and return the exit code."""
+        is_done = not self.active and self._begun >= self.settings.trials and not self._all_failed()
+        unconfirmed: list[str] = []
+        if confirmation is not None:
+            is_done = is_done and not self.runner.interrupted
+            self.confirmed = confirmation.ranking() if is_done else []
+            unconfirmed = confirmation.failed
+            is_done = is_done and not unconfirmed
+        self._write(done=is_done, confirmed=[confirmed.to_data() for confirmed in self.confirmed])
         best = self.best()
         path = self.group.path
         if best is not None:
-            trial = self.study.best_trial
-            shown = ", ".join(f"{name}={_short(value)}" for name, value in trial.params.items())
-            self.runner.print(f"best: trial {trial.number}, {self.settings.metric} {trial.value:.4g}, {shown}")
-            self.runner.print(f"train it: embodichain train {path / BEST_CONFIG}")
+            self.runner.print(f"best: {self._described(best)}")
+            words = ["embodichain", "train", str(path / BEST_CONFIG), *trust_words(self.request.trusted_modules)]
+            self.runner.print(f"train it: {shlex.join(words)}")
             self.runner.print(f"report: {write_report([path], path / REPORT)}")
         if self.runner.interrupted:
             self.runner.print(f"interrupted; the same command continues {path}")
             return EXIT_INTERRUPTED
-        return 0 if best is not None else EXIT_FAILED
+        if best is None:
+            self.runner.print(f"the first {self._begun} trials have all failed; what they printed is in {path / LOGS}")
+            self.runner.print("once that is mended, the same command tries them again")
+            return EXIT_FAILED
+        if unconfirmed:
+            self.runner.print(
+                f"not confirmed, as runs failed: {', '.join(unconfirmed)}; the same command tries them again"
+            )
+            return EXIT_FAILED
+        return 0
+
+    def _described(self, best: Candidate) -> str:
+        """Return the best candidate and its result as text."""
+        if self.confirmed:
+            value, count = self.confirmed[0].value, len(self.confirmed[0].scores)
+            result = f"{self.judge.metric} {value:.4g} with {count} further seed(s)"
+        else:
+            result = f"{self.judge.metric} {self.study.best_trial.value:.4g}"
+        if best.number is None:
+            return f"{best.name}, {result}"
+        params = self.study.get_trials(deepcopy=False)[best.number].params
+        shown = ", ".join(f"{name}={_short(value)}" for name, value in params.items())
+        return f"{best.name}, {result}, {shown}"
 
 
 def _value(trial: Any) -> float | None:
-    """Return the value of a trial; of one that was pruned or still runs, the last one known."""
+    """Return the value of a trial; for a pruned or running one, the last intermediate value."""
     if trial.value is not None:
         return float(trial.value)
     last = trial.intermediate_values[max(trial.intermediate_values)] if trial.intermediate_values else None
@@ -323,7 +406,7 @@ def sweep(
     address: str | None = None,
     console: Console | None = None,
 ) -> int:
-    """Search for better settings, or continue that; return the exit code."""
+    """Run a sweep, or resume it; return the exit code."""
     require("optuna", extra="sweep")
     console = console or MessageConsole()
     cfg = request.load("embodichain sweep")
@@ -341,6 +424,8 @@ def sweep(
         launcher = Launcher(request.jobs, cluster, address)
         stack.callback(launcher.close)
         runner = Runner(request.jobs, launcher, console)
+        if group.note:
+            runner.print(group.note)
         for name, domain in space.items():
             runner.print(f"{name}: {domain.field}, {domain}")
         runner.print(
@@ -348,4 +433,7 @@ def sweep(
         )
         search = Sweep(request, settings, space, group, runner)
         runner.loop(search.step)
-        return search.conclude()
+        confirmation = search.confirmation()
+        if confirmation is not None:
+            runner.loop(confirmation.step)
+        return search.conclude(confirmation)

@@ -1,4 +1,4 @@
-"""What algorithms, collectors and policies share: the settings of algorithms here, observations and ranks beside it."""
+"""Settings of algorithms and the registry class; the other modules hold shared helpers."""
 
 import pkgutil
 from dataclasses import KW_ONLY
@@ -24,21 +24,21 @@ __all__ = [
 
 Precision = Literal["off", "tf32", "bf16", "fp16"]
 Level = Literal["chunk", "action", "token", "denoising_step"]
-"""Whether the probability ratio is that of a whole chunk, of each action, or of each factor: token, denoising step."""
+"""Whether probability ratios are computed per chunk, per action, or per factor (token, denoising step)."""
 
 _T = TypeVar("_T")
 
 
 class Registry(Generic[_T]):
-    """Classes derived from ``base`` by name, for configs; ``kind`` is what messages call them."""
+    """Maps names in configs to subclasses of ``base``; messages call them ``kind``."""
 
     def __init__(self, kind: str, base: Any, **classes: str) -> None:
-        """``classes`` are entry points ``"module:Class"``, which are imported when their name is asked for."""
+        """``classes`` are entry points ``"module:Class"``, which ``get`` imports."""
         self.kind, self.base = kind, base
         self.classes: dict[str, type[_T] | str] = {**classes}
 
     def register(self, name: str, cls: Any = None) -> Any:
-        """Make a class available to configs: as ``register("mine", Mine)``, or as the decorator of the class."""
+        """Make a class available to configs: call ``register("mine", Mine)``, or use it as a decorator."""
         if cls is None:
             return partial(self.register, name)
         if not isinstance(cls, type) or not issubclass(cls, self.base):
@@ -54,7 +54,7 @@ class Registry(Generic[_T]):
         return sorted(self.classes)
 
     def get(self, name: str) -> type[_T]:
-        """Return the class registered under a name, whatever its case."""
+        """Return the class registered under a name, ignoring case."""
         found = look_up(self.kind, name, self.classes)
         cls: type[_T] = pkgutil.resolve_name(found) if isinstance(found, str) else found
         return cls
@@ -62,82 +62,81 @@ class Registry(Generic[_T]):
 
 @configclass
 class AlgorithmCfg(Config):
-    """Minimal algorithm configuration shared across RL algorithms."""
+    """Settings of all algorithms."""
 
     device: str = "cpu"
-    """Where the rollout is stored and the policy is trained."""
+    """Device on which rollouts are stored and the policy is trained."""
     learning_rate: Positive = 3e-4
-    """Step size of Adam (the first one, where a schedule changes it)."""
+    """Learning rate of Adam; the initial one if there is a schedule."""
     batch_size: Count = 64
-    """Transitions per gradient step; the last minibatches share what is left evenly."""
+    """Transitions per gradient step; the sizes of minibatches are evened out to differ by one at most."""
     gamma: Fraction = 0.99
     """Discount per environment step."""
     gae_lambda: Fraction = 0.95
-    """Weight of longer returns in generalised advantage estimation."""
+    """Lambda of generalised advantage estimation: trades bias (0) for variance (1)."""
     max_grad_norm: Positive = 0.5
-    """The gradient is scaled down to this norm when it is longer."""
+    """Maximum norm of the gradient, for clipping."""
 
     def located(self, folder: Path) -> Self:
-        """Return these settings with absolute paths in the place of those that are relative to a config's folder."""
+        """Return these settings with relative paths resolved against a config's folder."""
         return self
 
 
 @configclass
 class MinibatchCfg(AlgorithmCfg):
-    """The settings of algorithms that learn by gradient steps on minibatches."""
+    """Settings of algorithms that take gradient steps on minibatches."""
 
     n_epochs: Count = 10
-    """Passes over each rollout."""
+    """Number of passes over each rollout."""
     clip_coef: Positive = 0.2
-    """The probability ratio counts inside [1 - clip_coef, 1 + clip_coef] only."""
+    """Clip range of the probability ratio: [1 - clip_coef, 1 + clip_coef]."""
     ent_coef: NotNegative = 0.0
     """Weight of the entropy bonus."""
     _: KW_ONLY
     mixed_precision: Precision = "off"
-    """Precision of the networks in the update: off (float32), tf32 (float32, faster on a GPU), bf16 or fp16. Before a
-    reduced one learns, it evaluates the rollout once more, so that ratios do not compare two precisions."""
+    """Precision of networks in the update: off (float32), tf32 (faster float32 on a GPU), bf16 or fp16. With a reduced
+    one, each update first evaluates the rollout again, so that ratios do not compare two precisions."""
     sequence_length: Count | None = None
-    """For recurrent policies: steps per training sequence, a divisor of the rollout's; default: all of them."""
+    """For recurrent policies: steps per training sequence, a divisor of the rollout's length; default: all of it."""
     log_prob_per: Level = "chunk"
-    """For policies that choose chunks of actions: one probability ratio per chunk, or one for each action in it. For
-    those whose decisions have more factors also one for each ``token`` or ``denoising_step``."""
+    """For policies that choose chunks of actions: one probability ratio per chunk or per action, or per ``token`` or
+    ``denoising_step`` if the policy has them."""
     cuda_graphs: bool = True
-    """On a GPU: record the gradient step once as a CUDA graph and replay it; the log says where that cannot be."""
+    """On a GPU: capture the gradient step as a CUDA graph and replay it; if that is not possible, the log says why."""
     correction: Literal["none", "decoupled"] = "none"
-    """For rollouts older than the policy: the plain loss, or the decoupled one, which weighs them by their probability
-    under the present policy. PPO then also takes advantages and returns by the present critic."""
+    """For rollouts of an older policy: the plain loss, or the decoupled loss with importance weights. PPO then also
+    computes advantages and returns with the current critic."""
     max_importance_weight: Positive = 5.0
-    """Bound of that weight."""
+    """Upper bound of the importance weights of the decoupled loss."""
     weight_decay: NotNegative = 0.0
-    """Share of its size, times the step size, that a weight loses in each gradient step, as in AdamW; biases, norms and
-    standard deviations lose nothing."""
+    """Weight decay as in AdamW; biases, norms and standard deviations are excluded."""
     lr_warmup: Annotated[int, Field(ge=0, le=2**53)] = 0
-    """Updates at the beginning over which the step size rises to its full size; those of value_warmup come before."""
+    """Number of updates over which the learning rate increases linearly, after those of value_warmup."""
     lr_schedule: Literal["constant", "linear", "adaptive"] = "constant"
-    """Step size: constant, falling to zero over the training, or adapted after each epoch to keep desired_kl."""
+    """Learning rate: constant, decreasing linearly to zero, or adapted after each epoch to reach desired_kl."""
 
 
 @configclass
 class ClippedCfg(MinibatchCfg):
-    """The settings of algorithms that clip probability ratios: PPO and GRPO."""
+    """Settings of algorithms that clip probability ratios: PPO and GRPO."""
 
     _: KW_ONLY
     clip_coef_high: Positive | None = None
-    """The upper bound of the ratio is 1 + clip_coef_high, the lower one stays; default: clip_coef for both."""
+    """Upper clip range: the ratio is clipped to [1 - clip_coef, 1 + clip_coef_high]; default: clip_coef."""
     clip_coef_final: Positive | None = None
-    """clip_coef at the end of the training, to which it changes linearly, and clip_coef_high by the same factor."""
+    """Final value of clip_coef, reached linearly; clip_coef_high is scaled by the same factor. Default: constant."""
     ent_coef_final: NotNegative | None = None
-    """ent_coef at the end of the training, to which it changes linearly; default: it stays."""
+    """Final value of ent_coef, reached linearly; default: constant."""
     kl_coef: NotNegative = 0.0
-    """Weight of the KL divergence to the policy as it was at first; 0 needs no such reference."""
+    """Weight of the KL divergence to the initial policy; 0 keeps no copy of it."""
     desired_kl: Positive = 0.01
-    """For the adaptive schedule: the change of the policy per epoch, as KL divergence, to aim at."""
+    """For the adaptive schedule: target KL divergence per epoch."""
     lr_min: Positive | None = None
-    """For the adaptive schedule: the least step size; default: 1e-5, or a tenth of learning_rate if that is less."""
+    """For the adaptive schedule: minimum learning rate; default: 1e-5, or a tenth of learning_rate if that is less."""
     lr_max: Positive | None = None
-    """For the adaptive schedule: the largest step size; default: 1e-2, or learning_rate if that is more."""
+    """For the adaptive schedule: maximum learning rate; default: 1e-2, or learning_rate if that is more."""
     target_kl: Positive | None = None
-    """The remaining epochs are left out once an epoch's mean KL divergence exceeds this."""
+    """Skip the remaining epochs of an update once the mean KL divergence of an epoch exceeds this."""
 
     def __post_init__(self) -> None:
         rate, problems = self.learning_rate, []
@@ -150,6 +149,6 @@ class ClippedCfg(MinibatchCfg):
 
     @property
     def lr_bounds(self) -> tuple[float, float]:
-        """Least and largest step size of the adaptive schedule; they enclose ``learning_rate``."""
+        """Minimum and maximum learning rate of the adaptive schedule; they enclose ``learning_rate``."""
         low = min(1e-5, self.learning_rate / 10.0) if self.lr_min is None else self.lr_min
         return low, max(1e-2, self.learning_rate) if self.lr_max is None else self.lr_max

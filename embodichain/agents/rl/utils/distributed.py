@@ -1,7 +1,7 @@
-"""Data parallelism: how the processes (ranks) of one training find each other, and what they exchange.
+"""Data-parallel training: how the processes (ranks) of a run connect, and what they exchange.
 
-``Ranks`` is a process that is alone, ``ProcessRanks`` those of ``torch.distributed``. Nothing that another process
-sends is unpickled. Every rank adds up small sums in the order of ranks, so that all have the same bits.
+``Ranks`` is a single process, ``ProcessRanks`` uses ``torch.distributed``. Messages are never unpickled. Small sums are
+computed on every rank in the order of ranks, so that all ranks get the same bits.
 """
 
 import os
@@ -24,12 +24,12 @@ from embodichain.agents.processes.fork_server import die_with_parent
 from embodichain.errors import ObservationError, RankError
 from embodichain.utils.tensor_tree import from_bytes, to_bytes
 
-_SMALL = 1 << 20  # numbers of all ranks together up to which latency, not bandwidth, limits a message
-_PREFIX = 2048  # bytes of a message that are sent before its length is known
+_SMALL = 1 << 20  # total number of elements up to which latency, not bandwidth, dominates
+_PREFIX = 2048  # bytes of a message in the first round, before its length is known
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = timedelta(hours=2)
-"""How long ranks wait for each other: an evaluation, which the first one does alone, has to fit into it."""
+"""How long ranks wait for each other; an evaluation, which only the first rank runs, must not take longer."""
 
 Measures = dict[str, Tensor]
 Moments = tuple[Tensor, Tensor, Tensor]
@@ -37,23 +37,23 @@ Moments = tuple[Tensor, Tensor, Tensor]
 
 
 class SharedStatistics(nn.Module):
-    """A module that takes in the moments of its data; under data parallelism, of the data of all ranks."""
+    """A module with running statistics; in data-parallel training, over the data of all ranks."""
 
     share: Callable[[Moments], Sequence[Moments]] | None = None
-    """Maps this rank's moments to those of all ranks, in their order: ``Ranks.share_moments``."""
+    """Returns the moments of all ranks, given this rank's: ``Ranks.share_moments``."""
 
 
 def batch_moments(x: Tensor, dim: int) -> Moments:
-    """Return count, mean and sum of squared deviations of ``[..., dim]`` in float64."""
+    """Return count, mean and sum of squared deviations of ``[..., dim]``, in float64; all are 0 without rows."""
     if x.shape[-1] != dim:
         raise ObservationError(f"expected observations [..., {dim}], got {list(x.shape)}")
     rows = x.reshape(-1, dim).to(torch.float64)
-    mean = rows.mean(0)
+    mean = rows.mean(0) if len(rows) else rows.new_zeros(dim)
     return torch.tensor(float(rows.shape[0]), dtype=torch.float64, device=x.device), mean, (rows - mean).square().sum(0)
 
 
 def merge_moments(a: Moments, b: Moments) -> Moments:
-    """Return the moments of two sets of rows together, by Chan's formula.
+    """Return the moments of the union of two sets of rows, by Chan's formula.
 
     ``n = n_a + n_b``, ``mean = mean_a + d n_b / n``, ``M2 = M2_a + M2_b + d^2 n_a n_b / n``, ``d = mean_b - mean_a``.
     """
@@ -64,7 +64,7 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
 
 
 class Ranks:
-    """This process alone: number ``rank`` of ``count``."""
+    """A single process: rank ``rank`` of ``count``."""
 
     rank = 0
     count = 1
@@ -75,18 +75,20 @@ class Ranks:
         return self.rank == 0
 
     def seed(self, common: int) -> int:
-        """Return the seed of this rank; the first one's is the common one."""
+        """Return the seed of this rank, derived from the common one, which is the first rank's."""
         return common if self.rank == 0 else int(np.random.SeedSequence((common, self.rank)).generate_state(1)[0]) >> 1
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], measures: Measures) -> Measures:
-        """Replace every gradient by its sum over all ranks, and return the sums of what was measured, ``[]`` each.
+        """Replace gradients by their sums over ranks, and return the sums of the metrics, ``[]`` each.
 
-        Loss and measures carry each rank's share of the minibatch.
+        Parameters that are frozen at the moment have none.
+
+        Losses and metrics are weighted by each rank's share of the minibatch.
         """
         return measures
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the tensors ``[...]`` of all ranks as ``[count, ...]``; they have the same shape."""
+        """Return the tensors ``[...]`` of all ranks, which have the same shape, as ``[count, ...]``."""
         return values.unsqueeze(0)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -94,33 +96,33 @@ class Ranks:
         return reduce(torch.add, self.gather(values).unbind())
 
     def mean_and_std(self, *values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return mean and standard deviation ``[]`` of several tensors' values, those of all ranks together."""
+        """Return the mean and standard deviation ``[]`` of each tensor over all ranks."""
         return [(part.mean(), part.std(correction=0)) for part in values]
 
     def share_moments(self, own: Moments) -> Sequence[Moments]:
-        """Return the moments of all ranks, in their order; see ``SharedStatistics``."""
+        """Return the moments of all ranks, ordered by rank; see ``SharedStatistics``."""
         dim = own[1].numel()
         rows = self.gather(torch.cat((own[0].reshape(1), own[1], own[2])))
         return [(row[0], row[1 : 1 + dim], row[1 + dim :]) for row in rows]
 
     def copy_first(self, module: nn.Module) -> None:
-        """Give a module the first rank's parameters and buffers."""
+        """Copy the first rank's parameters and buffers to a module."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the nested data of all ranks, in their order."""
+        """Return the nested data of all ranks, ordered by rank."""
         return [value]
 
     def from_first(self, value: Any) -> Any:
-        """Return the first rank's nested data, tensors included; what the others pass does not matter."""
+        """Return the first rank's nested data, which may contain tensors; the ``value`` of other ranks is ignored."""
         return value
 
     def to_first(self, value: Any) -> list[Any]:
-        """Return the nested data of all ranks to the first one, and nothing to the others."""
+        """Return the nested data of all ranks on the first rank, and an empty list on the others."""
         return [value]
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Fail on all ranks if what is done inside fails on one; inside, ranks must not talk to each other."""
+        """Raise on all ranks if the block fails on one; inside it, ranks must not communicate."""
         yield
 
 
@@ -131,11 +133,12 @@ class ProcessRanks(Ranks):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], measures: Measures) -> Measures:
-        # One message for all; a missing gradient counts as zero.
+        # One message for all; missing gradients are zero. Frozen parameters get none: Adam would count steps for them.
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([part.reshape(-1) for part in (*gradients, *measures.values())])
         if flat.device.type == "cpu" and flat.numel() * self.count <= _SMALL:
-            flat = self.sum(flat)  # one round of messages, where gloo's all_reduce takes several
+            flat = self.sum(flat)  # one round of messages instead of several in gloo's all_reduce
         else:
             _call(dist.all_reduce, flat)
         *parts, measured = flat.split([*(parameter.numel() for parameter in parameters), len(measures)])
@@ -170,7 +173,7 @@ class ProcessRanks(Ranks):
         return [from_bytes(row) for row in rows] if self.is_first else []
 
     def _gather_bytes(self, value: Any) -> list[Tensor]:
-        """Return the data of all ranks as bytes, in their order; short ones take one round of messages."""
+        """Return the data of all ranks as bytes, ordered by rank; short messages take one round."""
         own = to_bytes(value)
         own = torch.cat((torch.tensor([own.numel()]).view(torch.uint8), own))
         rows = self.gather(pad(own, (0, _PREFIX - own.numel())))
@@ -192,7 +195,7 @@ class ProcessRanks(Ranks):
     def together(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the others learn of it, and it is raised here as it is
+        except Exception as error:  # report it to the other ranks, and raise it here
             self.exchange(f"{type(error).__name__}: {error}")
             raise
         failed = [(rank, error) for rank, error in enumerate(self.exchange(None)) if error is not None]
@@ -201,7 +204,7 @@ class ProcessRanks(Ranks):
 
 
 def check_equal(ranks: Ranks, module: nn.Module, when: str) -> None:
-    """Raise ``RankError`` if the ranks' copies of a module are not the same, to the last bit."""
+    """Raise ``RankError`` if the ranks' copies of a module are not bit-equal."""
     if ranks.count == 1:
         return
     tensors = [tensor.detach().contiguous() for tensor in (*module.parameters(), *module.buffers())]
@@ -230,7 +233,7 @@ def _call(collective: Callable[..., Any], *arguments: Any) -> None:
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """Join torchrun's processes, if any, for the block; an existing process group for CPU tensors is used and kept."""
+    """Join the process group of torchrun, if any, for the block; an existing group is used and not destroyed."""
     if dist.is_available() and dist.is_initialized():
         alone, backends = dist.get_world_size() == 1, dist.get_backend_config()
         if not alone and "cpu:" not in backends:
@@ -241,11 +244,11 @@ def joined_ranks() -> Iterator[Ranks]:
         yield Ranks() if alone else ProcessRanks()
         return
     if is_torchrun():
-        die_with_parent(os.getppid(), signal.SIGTERM)  # torchrun that is killed leaves its ranks running
+        die_with_parent(os.getppid(), signal.SIGTERM)  # otherwise ranks survive if torchrun is killed
     if not is_launched():
         yield Ranks()
         return
-    if int(os.environ["WORLD_SIZE"]) == local_count():  # no other machine takes part: use the loopback device
+    if int(os.environ["WORLD_SIZE"]) == local_count():  # a single machine: use the loopback device
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
     store, rank, count = next(rendezvous("env://", timeout=_TIMEOUT))
@@ -254,33 +257,33 @@ def joined_ranks() -> Iterator[Ranks]:
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank() % torch.cuda.device_count())
-        one_each = torch.cuda.device_count() >= local_count() and dist.is_nccl_available()  # as NCCL needs it
+        one_each = torch.cuda.device_count() >= local_count() and dist.is_nccl_available()  # NCCL needs a GPU per rank
         backend = f"cpu:gloo,cuda:{'nccl' if one_each else 'gloo'}"
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
     yield ProcessRanks()
-    dist.destroy_process_group()  # not after an error: others may still be waiting for this one
+    dist.destroy_process_group()  # not after an error, as other ranks may still wait for this one
 
 
 def global_rank() -> int:
-    """Return the number of this process among all; 0 speaks for all of them."""
+    """Return the rank of this process among all."""
     return int(os.environ["RANK"]) if is_launched() else 0
 
 
 def local_rank() -> int:
-    """Return the number of this process on its machine."""
+    """Return the rank of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_count() -> int:
-    """Return how many ranks run on this machine."""
+    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_torchrun() -> bool:
-    """Tell whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_launched() -> bool:
-    """Tell whether torchrun, or something like it, started several processes."""
+    """Return whether torchrun, or another launcher, started several processes."""
     return all(name in os.environ for name in _LAUNCH_VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1

@@ -1,10 +1,10 @@
-"""Ratios of the probabilities that two policies give the same decisions.
+"""Probability ratios of two policies, for single actions and for chunks.
 
-A decision is one action, or a chunk of them (``ChunkedEnv``). Log-probabilities are ``[...]``, or ``[..., chunk_size]``
-with one per action, or ``[..., chunk_size, factors]`` with one per token of every action; 1 stands in the place of
-``chunk_size`` where factors, such as the steps of a denoising chain, choose the chunk as a whole. ``num_actions``
-``[...]`` tells how many actions of a chunk were really taken: the others do not count. Where decisions differ in their
-number of factors, as sequences with an end do, ``num_factors`` ``[...]`` of the decision tells it.
+A decision is one action or a chunk of actions (``ChunkedEnv``). Log-probabilities have the shape ``[...]``,
+``[..., chunk_size]`` with one per action, or ``[..., chunk_size, factors]`` with one per token of each action. If the
+factors determine the chunk as a whole, such as the steps of a denoising chain, the shape is ``[..., 1, factors]``.
+``num_actions`` ``[...]`` is the number of actions of a chunk that were executed; the others are ignored. If decisions
+differ in their number of factors, ``num_factors`` ``[...]`` of the decision holds it.
 """
 
 import math
@@ -16,21 +16,21 @@ from torch import Tensor
 from embodichain.agents.rl.utils import Level
 
 MAX_LOG_RATIO = 20.0
-"""Bound of the logarithm of a ratio: beyond 88 the ratio is infinite, and times an advantage of zero not a number."""
+"""Upper bound of log-ratios: above 88 the ratio is infinite, and its product with an advantage of 0 is NaN."""
 Number = float | Tensor
-"""A number that stays, or one on the device, ``[]``, that changes."""
+"""A constant, or a tensor ``[]`` that changes."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Return a logarithm of a ratio that can be exponentiated; beyond the bound it has no gradient."""
+    """Clamp a log-ratio so that its exponential is finite; beyond the bound the gradient is zero."""
     return log_ratio.clamp(max=MAX_LOG_RATIO)
 
 
 def clipped_gain(log_ratio: Tensor, gain: Tensor, clip: Number, high: Number | None = None) -> Tensor:
-    """Return ``min(r A, clip(r, 1 - c, 1 + h) A)`` of ``log r`` and advantages A that broadcast against it.
+    """Return ``min(r A, clip(r, 1 - c, 1 + h) A)`` for ``log r`` and advantages A that broadcast against it.
 
-    ``h`` is ``c`` unless ``high`` is given; tensors ``[]`` stand for bounds that change while a CUDA graph is replayed.
-    Bounding the logarithm takes half the operations of the formula, and no ratio becomes infinite.
+    ``h`` is ``c`` unless ``high`` is given. Bounds that change while a CUDA graph is replayed are tensors ``[]``.
+    Clamping the logarithm takes half the operations, and no ratio becomes infinite.
     """
     (least, most), gains = _log_bounds(clip, high), gain >= 0.0
     low, high = torch.where(gains, -math.inf, least), torch.where(gains, most, MAX_LOG_RATIO)
@@ -38,13 +38,13 @@ def clipped_gain(log_ratio: Tensor, gain: Tensor, clip: Number, high: Number | N
 
 
 def kl_estimate(log_ratio: Tensor) -> Tensor:
-    """Return ``r - 1 - log r`` of ``log r = log q / p``: on samples of p its mean is ``KL(p || q)``, never negative."""
+    """Return ``r - 1 - log r >= 0`` for ``log r = log q / p``; its mean over samples of p is ``KL(p || q)``."""
     log_r = bounded(log_ratio)
-    return (log_r.expm1() - log_r).clamp(min=0.0)  # r - 1 would be rounding alone where r is close to 1
+    return (log_r.expm1() - log_r).clamp(min=0.0)  # expm1: r - 1 loses precision for r near 1
 
 
 def is_clipped(log_ratio: Tensor, clip: Number, high: Number | None = None) -> Tensor:
-    """Tell where a ratio lies outside ``[1 - c, 1 + h]``, as 1 or 0; ``h`` is ``c`` unless ``high`` is given."""
+    """Return 1 where a ratio is outside ``[1 - c, 1 + h]``, else 0; ``h`` is ``c`` unless ``high`` is given."""
     least, most = _log_bounds(clip, high)
     return ((log_ratio < least) | (log_ratio > most)).float()
 
@@ -59,7 +59,7 @@ def _log_bounds(clip: Number, high: Number | None) -> tuple[Number, Number]:
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
-    """Return ``log pi / pi_old`` ``[...]``, or one per action or factor: 0 for actions that were not taken."""
+    """Return ``log pi / pi_old`` per decision ``[...]``, action or factor; 0 for actions that were not executed."""
     difference = log_prob - old_log_prob
     if difference.ndim == batch.batch_dims:
         return difference
@@ -67,7 +67,7 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, batch: TensorDictBase, lev
 
 
 def per_decision(values: Tensor, batch: TensorDictBase) -> Tensor:
-    """Return ``[rows]``: the mean over the actions taken, or their factors, where there is a value for each of them."""
+    """Return ``[rows]``: the mean over the executed actions or their factors, if there is a value for each."""
     if values.ndim == batch.batch_dims:
         return values
     taken, inner = _taken(values, batch), _inner(values, batch)
@@ -75,14 +75,14 @@ def per_decision(values: Tensor, batch: TensorDictBase) -> Tensor:
 
 
 def decision_entropy(entropy: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
-    """Return the entropy ``[rows]`` of decisions: of a chunk the sum over what was taken, else the mean per ratio."""
+    """Return the entropy ``[rows]`` of decisions: for level ``chunk`` the sum over executed actions, else the mean."""
     if entropy.ndim == batch.batch_dims:
         return entropy
     return per_decision(_summed(torch.where(_taken(entropy, batch), entropy, 0.0), batch, level), batch)
 
 
 def count_ratios(log_prob: Tensor, batch: TensorDictBase, level: Level) -> Tensor | float:
-    """Return how many ratios ``[rows]`` a decision has."""
+    """Return the number of ratios ``[rows]`` of each decision."""
     if log_prob.ndim == batch.batch_dims or level == "chunk":
         return 1.0
     ratios = _summed(torch.zeros_like(log_prob), batch, level)
@@ -90,12 +90,12 @@ def count_ratios(log_prob: Tensor, batch: TensorDictBase, level: Level) -> Tenso
 
 
 def like(values: Tensor, ratio: Tensor) -> Tensor:
-    """Return ``values`` ``[rows]`` so that they broadcast against ratios ``[rows, ...]``."""
+    """Reshape ``values`` ``[rows]`` to broadcast against ratios ``[rows, ...]``."""
     return values.view(*values.shape, *[1] * (ratio.ndim - values.ndim)) if ratio.ndim > values.ndim else values
 
 
 def _taken(values: Tensor, batch: TensorDictBase) -> Tensor:
-    """Tell which actions were taken, so that it broadcasts against ``values`` ``[rows, chunk_size, ...]``."""
+    """Return a mask of executed actions, or of used factors, that broadcasts against ``[rows, chunk_size, ...]``."""
     if values.ndim == batch.batch_dims + 2 and (factors := batch.get(("decision", "num_factors"), None)) is not None:
         return torch.arange(values.shape[-1], device=values.device) < factors.view(*factors.shape, 1, 1)
     if "num_actions" not in batch.keys():  # noqa: SIM118
@@ -111,7 +111,7 @@ def _inner(values: Tensor, batch: TensorDictBase) -> tuple[int, ...]:
 
 
 def _summed(values: Tensor, batch: TensorDictBase, level: Level) -> Tensor:
-    """Return the sums that a level asks for: over all of a chunk, over the factors of an action, or none."""
+    """Sum values over the whole chunk, over the factors of each action, or not at all, according to ``level``."""
     if level == "chunk":
         return values.sum(_inner(values, batch))
     return values.sum(-1) if level == "action" and values.ndim == batch.batch_dims + 2 else values

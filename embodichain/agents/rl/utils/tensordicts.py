@@ -1,4 +1,4 @@
-"""Observations as nested TensorDicts and as flat tensors, and spaces as plain data: a policy is saved with them."""
+"""Conversion of observations between nested TensorDicts and flat tensors, and of spaces to and from plain data."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,13 +16,13 @@ from embodichain.errors import CheckpointError, ObservationError
 Observation = Tensor | TensorDictBase
 """A flat tensor ``[batch, dim]`` or a nested TensorDict of batch size ``[batch]``."""
 _MAX_NUMBERS = 1 << 28
-"""No space that was saved has more of them; its bounds are as large."""
+"""Maximum size of a saved space, as its bounds are allocated in full."""
 
 
 def sorted_leaves(
     obs: TensorDictBase | Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield ``(key path, tensor)`` of a nested observation; the keys of every level come in sorted order."""
+    """Yield ``(key path, tensor)`` of a nested observation, with the keys of each level sorted."""
     for key in sorted(obs.keys()):
         value = obs[key]
         if isinstance(value, (TensorDictBase, Mapping)):
@@ -50,7 +50,7 @@ def dict_to_tensordict(
 ) -> TensorDict:
     """Wrap a tensor, or nested dicts of tensors, arrays and lists, as ``TensorDict({"observation": obs}, [num_envs])``.
 
-    The first dimension of every leaf is ``num_envs``. Tensors that are on the device already are not copied.
+    The first dimension of every leaf is ``num_envs``. Tensors that are already on the device are not copied.
     """
     converted = _convert(obs, device)
     leaves = [converted] if isinstance(converted, Tensor) else [leaf for _, leaf in sorted_leaves(converted)]
@@ -69,7 +69,7 @@ def _convert(value: Any, device: torch.device | str | None) -> Any:
 
 
 def space_to_data(space: gym.Space[Any]) -> dict[str, Any]:
-    """Return nested dicts of numbers, strings and arrays for the spaces that an environment of ours may have."""
+    """Convert a space to nested dicts of numbers, strings and arrays."""
     if isinstance(space, gym.spaces.Dict):
         return {"type": "dict", "spaces": {name: space_to_data(part) for name, part in space.spaces.items()}}
     if isinstance(space, gym.spaces.Discrete):
@@ -88,7 +88,7 @@ def space_to_data(space: gym.Space[Any]) -> dict[str, Any]:
 
 
 def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
-    """Return the space that ``space_to_data`` was given."""
+    """Convert the result of ``space_to_data`` back to a space."""
     kind = data["type"]
     if kind == "dict":
         return gym.spaces.Dict({name: space_from_data(part) for name, part in data["spaces"].items()})
@@ -108,18 +108,18 @@ def space_from_data(data: Mapping[str, Any]) -> gym.Space[Any]:
 
 
 def zeros_in(space: gym.spaces.Dict, rows: int, device: torch.device) -> TensorDict:
-    """Return ``rows`` observations that are zero everywhere, as an environment gives them."""
+    """Return ``rows`` observations of zeros."""
     return dict_to_tensordict(create_empty_array(space, rows), device)["observation"]
 
 
 def space_bytes(space: gym.Space[Any]) -> int:
-    """Return about how many bytes one element of a space takes."""
+    """Return the approximate size of one element of a space in bytes."""
     if isinstance(space, gym.spaces.Dict):
         return sum(map(space_bytes, space.spaces.values()))
     return math.prod(space.shape or (1,)) * (space.dtype or np.dtype(np.int64)).itemsize
 
 
 def _bound(values: np.ndarray) -> float | int | np.ndarray:
-    """Return one number where all are equal, as they are for images and actions."""
+    """Return a single number if all values are equal, as for images and most actions."""
     is_constant = values.size > 0 and bool((values == values.flat[0]).all())
     return values.flat[0].item() if is_constant else values

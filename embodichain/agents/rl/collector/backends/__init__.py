@@ -1,1 +1,1 @@
-"""Where an ``AsyncCollector`` collects: a thread of this process, a process of its own, or actors of a Ray cluster."""
+"""Backends of ``AsyncCollector``: a thread, a separate process, or actors of a Ray cluster."""

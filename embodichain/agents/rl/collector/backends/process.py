@@ -1,4 +1,4 @@
-"""Collection in a process of its own, which is replaced when it dies or hangs."""
+"""Collection in a separate process, which is replaced when it dies or hangs."""
 
 import dataclasses
 import threading
@@ -28,11 +28,11 @@ from embodichain.errors import CollectorError, EmbodiChainError, EnvironmentHung
 
 _NAME = "the collecting process"
 EMPTY_STATE: dict[str, Any] = {"collector": {}, "env": None, "generator": None, "requests": []}
-"""What the next rollout depends on, where nothing has happened yet, or can be saved."""
+"""State of a worker before its first rollout, or if it cannot be saved."""
 
 
 class SupervisedBackend(Backend):
-    """Workers in other processes, which make their environments, and a thread that starts, hears and replaces them."""
+    """Base class for workers in other processes, with a thread that starts, supervises and replaces them."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
@@ -41,7 +41,7 @@ class SupervisedBackend(Backend):
 
     @abstractmethod
     def _watch(self) -> None:
-        """Start workers that are missing, wait for something to happen, and deal with it."""
+        """Start missing workers, wait for their messages for a short time, and process them."""
 
     def start(self, num_steps: int, store: WeightStore, deliver: Deliver) -> None:
         self._ready = threading.Event()
@@ -49,7 +49,7 @@ class SupervisedBackend(Backend):
         try:
             while not self._ready.wait(POLL_SECONDS):
                 self.check()
-        except BaseException:  # Ctrl-C included: nothing may be left running
+        except BaseException:  # also KeyboardInterrupt: leave nothing running
             self.stop()
             raise
         self._state = None
@@ -69,14 +69,14 @@ class SupervisedBackend(Backend):
 
 
 def collector_error(report: FailureReport, who: str, replacements: int = 0) -> EmbodiChainError:
-    """Return the error that ends a run, of a worker that cannot be replaced."""
+    """Return the error to raise for a worker that cannot be replaced."""
     return report.as_error(who, replacements, EnvironmentHungError if report.hung else CollectorError)
 
 
 class ProcessBackend(SupervisedBackend):
-    """A collecting process and the thread that watches over it.
+    """One worker process and the thread that supervises it.
 
-    What one that died has not done, the next one does; a half-collected rollout begins again, from new episodes.
+    A replacement gets the pending requests of the process that died; an unfinished rollout restarts with new episodes.
     """
 
     def _open(self) -> None:
@@ -111,7 +111,7 @@ class ProcessBackend(SupervisedBackend):
         for index, incarnation in self._restarts.due():
             process = self._pool.start(index, incarnation)
             process.channel.send("begin", {"seed": self._seed, "state": self._state}, wait=False)
-            with self._lock:  # it is told everything that is still to be done
+            with self._lock:  # send everything that is pending
                 self._process = process
                 for snapshot in self._store.kept():
                     self._transmit(snapshot)
@@ -134,7 +134,7 @@ class ProcessBackend(SupervisedBackend):
                 self.report(kind, content)
 
     def _transmit(self, instruction: Instruction) -> None:
-        """Send an instruction, the lock being held, without waiting for a process that may hang."""
+        """Send an instruction without blocking, as the process may hang; the caller holds the lock."""
         if self._process is None:
             return
         send = self._process.channel.send
@@ -155,12 +155,12 @@ class ProcessBackend(SupervisedBackend):
         if never_worked or not self._restarts.replace(report, process.incarnation):
             raise collector_error(report, _NAME, self.restarts)
         self.restarts += 1
-        self._state = None  # it begins new episodes, others than the first one began
+        self._state = None  # start new episodes, with another seed than the first process
         self._seed = mixed_seed(self._cfg.seed or 0 if self._seed is None else self._seed, self.restarts)
 
 
 def collect(channel: Channel, heartbeat: Heartbeat, spec: WorkerSpec, device: str) -> None:
-    """Collect until told to stop; ``device`` is where the policy belongs."""
+    """Main function of the worker process; ``device`` is the policy's."""
     torch.set_num_threads(spec.cfg.num_threads or 1)
     move(spec.policy, torch.device(device))
     env = spec.make_env()
@@ -178,14 +178,14 @@ def collect(channel: Channel, heartbeat: Heartbeat, spec: WorkerSpec, device: st
         except Exception as error:
             if worker.collector.env_errors.include(error):
                 raise
-            report = FailureReport.of_exception(0, error)  # a policy or a callback would raise the same again
+            report = FailureReport.of_exception(0, error)  # final: a policy or callback would raise it again
             channel.send("failed", dataclasses.replace(report, final=True).to_json())
     finally:
         env.close()
 
 
 class ProcessEndpoint:
-    """The worker's end of the connection with the learner's process."""
+    """The ``Endpoint`` of a worker process."""
 
     def __init__(self, channel: Channel, heartbeat: Heartbeat) -> None:
         self._channel, self.heartbeat = channel, heartbeat

@@ -1,7 +1,7 @@
-"""Collection by several actors anywhere in a Ray cluster; any of them may die, hang, be slow, or come back.
+"""Collection by actors of a Ray cluster; a worker may die, hang, be slow or become reachable again.
 
-``send`` queues a request -> an idle worker gets it with the latest weights -> ``RolloutQueue`` numbers its rollout ->
-the learner's buffer. A rollout that is lost with its worker is collected again, by any other, from other episodes.
+Data flow: ``send`` queues a request -> an idle worker gets it with the latest weights -> ``RolloutQueue`` numbers its
+rollout -> the learner's buffer. If a worker is lost, another one collects its rollout, with other episodes.
 """
 
 import atexit
@@ -43,43 +43,43 @@ from embodichain.utils.tensor_tree import decode, encode
 log = logging.getLogger("embodichain.collector")
 
 _STATUS_SECONDS = 1.0
-"""How often a worker is asked what it is doing."""
+"""Interval of the status requests to a worker."""
 _CONCURRENCY = {"control": 1}
-"""Calls of this group are answered while a rollout is collected."""
+"""Ray concurrency group of calls that are answered while a rollout is collected."""
 
 Event = dict[str, Any]
 Bytes = NDArray[np.uint8]
 Encoded = tuple[dict[str, Any], Bytes]
-"""Nested data with tensors in it: its description, and one block of memory."""
+"""Nested data with tensors: a description and one block of memory."""
 Weights = tuple[int, str | None]
-"""Version and hash of a snapshot, the bytes of which travel beside it."""
+"""Version and hash of a snapshot, whose bytes are passed separately."""
 
 
 class RolloutWorkerHandle(ActorHandle):
-    """One worker, what it is doing, and what is awaited from it."""
+    """Handle of one worker, with its current request and pending calls."""
 
     def __init__(self, index: int, incarnation: int, actor: Any) -> None:
         super().__init__(index, incarnation, actor)
         self.request: RolloutRequest | None = None
-        """The rollout it is collecting; ``None`` as well if that was given to another."""
+        """The request it works on; ``None`` if it is idle or the request was given to another worker."""
         self.deadline = 0
-        """The last number that this rollout can have."""
+        """The highest number that its rollout may get."""
         self.began = 0.0
         self.rests_until = 0.0
-        """A worker that was too slow pauses before it gets another request."""
+        """A worker that was too slow gets no request before this time."""
         self.delays = 0
-        """How often it was too slow since it last was not."""
+        """Number of consecutive rollouts that were too slow."""
         self._sequence = 0
         self._status: Any = None
         self._status_due = 0.0
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can collect a rollout now."""
+        """Whether it can take a request now."""
         return bool(self.joined) and not self.calls and time.monotonic() >= self.rests_until
 
     def collect(self, request: RolloutRequest, deadline: int, weights: Weights, data: Any) -> None:
-        """Let it collect a rollout, beginning with weights that are in the object store."""
+        """Start collecting a rollout; ``data`` references the weights in the object store."""
         random = None if request.random is None else _encode(request.random)
         self.request, self.deadline, self.began = request, deadline, time.monotonic()
         self._sequence += 1
@@ -88,12 +88,12 @@ class RolloutWorkerHandle(ActorHandle):
         self.calls.append(call)
 
     def interrupt(self) -> None:
-        """Break off what it is collecting."""
+        """Interrupt the current rollout."""
         self.request = None
         self.control("interrupt", self._sequence)
 
     def locate(self) -> None:
-        """Ask where it is; whatever it is collecting is broken off."""
+        """Ask for the worker's location; interrupts the current rollout."""
         self.joined, self.request, self._status = 0.0, None, None
         self.calls.append(self.control("interrupt", self._sequence))
 
@@ -114,12 +114,12 @@ class RolloutWorkerHandle(ActorHandle):
         super().kill()
 
     def control(self, method: str, *arguments: Any) -> Any:
-        """Call a method that is answered while a rollout is collected."""
+        """Call a method in the control group, which is answered while a rollout is collected."""
         return getattr(self.actor, method).options(concurrency_group="control").remote(*arguments)
 
 
 class RayBackend(SupervisedBackend):
-    """Workers of a cluster and the thread that gives them requests, reads their answers, and replaces them."""
+    """Workers of a cluster and the thread that sends requests, receives rollouts and replaces failed workers."""
 
     def _open(self) -> None:
         cfg = self._cfg
@@ -135,11 +135,11 @@ class RayBackend(SupervisedBackend):
         self._restarts = Restarts("worker {}", cfg.num_workers, cfg.max_restarts, silence)
         self._rollouts = RolloutQueue()
         self._stored: tuple[int, Any] | None = None
-        """The snapshot that was sent last: it is put into the object store once, and every node fetches it once."""
+        """Version and object reference of the last snapshot: it is stored once, and each node fetches it once."""
         self._paused = False
         self._command: str | None = None
-        """The command that this thread still has to answer: from then on nothing is delivered."""
-        atexit.register(self.stop)  # after the cluster's: this thread ends before Ray does
+        """The ``pause`` or ``save`` that this thread has not confirmed yet."""
+        atexit.register(self.stop)  # registered after Ray's handler, so this thread ends before Ray does
 
     @property
     def num_workers(self) -> int:
@@ -162,7 +162,7 @@ class RayBackend(SupervisedBackend):
                 self._command = instruction if self._paused else None
 
     def _close(self) -> None:
-        """End the workers, and release everything that is Ray's before it is shut down."""
+        """Stop the workers and release all Ray objects before Ray shuts down."""
         atexit.unregister(self.stop)
         with self._lock:
             self._stored = None
@@ -170,7 +170,7 @@ class RayBackend(SupervisedBackend):
             self._pool.stop()
 
     def _watch(self) -> None:
-        path = [os.path.abspath(entry) for entry in sys.path]  # "" is this process's folder
+        path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
         with self._lock:
             for index, incarnation in self._restarts.due():
                 self._pool.launch(index, incarnation, path)
@@ -188,7 +188,7 @@ class RayBackend(SupervisedBackend):
             self._assign()
 
     def _take(self, worker: RolloutWorkerHandle, kind: str, content: Any) -> None:
-        """Deal with an answer; the lock is held."""
+        """Process an answer; the caller holds the lock."""
         if kind == "located":
             device = "cuda" if self._cfg.placement.num_gpus > 0 else "cpu"
             seeds = self._seeds(worker.index + self._cfg.num_workers * self.restarts)
@@ -200,11 +200,11 @@ class RayBackend(SupervisedBackend):
         elif kind == "status":
             if content["busy"]:
                 worker.heartbeat.copy(content["seconds_ago"], content["steps"], content["busy"])
-            else:  # the answer itself is a sign of life
+            else:  # the answer itself counts as a heartbeat
                 worker.heartbeat.beat(busy=False)
         elif kind == "rollout" and worker.request is not None:
             worker.heartbeat.beat(busy=False)
-            description, block = content["content"]  # copied, for the object store's memory cannot be written to
+            description, block = content["content"]  # decode copies, as the object store's memory is read-only
             result = RolloutResult.of(decode(description, tensor_of(block)))
             for version in result.rollout["policy_version"][0].unique().tolist():
                 self._store.acknowledge(version, content["adopted"][version])
@@ -216,7 +216,7 @@ class RayBackend(SupervisedBackend):
         self._assign()
 
     def _assign(self) -> None:
-        """Give requests to idle workers, the quickest first; the lock is held."""
+        """Give requests to idle workers, those with the fewest delays first; the caller holds the lock."""
         latest = self._store.latest
         if self._paused or latest is None:
             return
@@ -233,7 +233,7 @@ class RayBackend(SupervisedBackend):
         return (snapshot.version, snapshot.digest), self._stored[1]
 
     def _deliver_all(self) -> None:
-        """Hand over what has arrived; the lock is not held, for the learner may wait for it, and the buffer for him."""
+        """Deliver arrived rollouts, without the lock: a full buffer waits for the learner, which may need the lock."""
         while not self._paused and not self._stopping.is_set():
             with self._lock:
                 chosen = self._rollouts.next_one(self._pool.workers)
@@ -242,9 +242,9 @@ class RayBackend(SupervisedBackend):
             self._rollouts.handed_over(chosen[0])
 
     def _replace(self, worker: RolloutWorkerHandle, report: FailureReport) -> None:
-        """Start a new worker instead of one that failed, or give up; another collects what it was collecting."""
+        """Replace a failed worker or raise its error; its request goes to another worker."""
         self._rollouts.give_back(worker.request)
-        self._stored = None  # weights in the object store may be what is missing
+        self._stored = None  # the weights in the object store may be lost
         worker.request = None
         worker.kill()
         never_worked = not self._ready.is_set() and not report.lost
@@ -253,67 +253,67 @@ class RayBackend(SupervisedBackend):
         self.restarts += 1
 
     def _seeds(self, number: int) -> tuple[int | None, int | None]:
-        """Return the seeds of a worker's episodes and actions; the first one's are those of one that is alone."""
+        """Return the seeds of a worker's episodes and actions; worker 0 has those of a single worker."""
         if number == 0:
             return self._seed, self._cfg.seed
         return mixed_seed(self._seed or 0, number), mixed_seed(self._cfg.seed or 0, number)
 
 
 class RolloutQueue:
-    """Which rollouts are to be collected, which have arrived, and which number each becomes.
+    """Queue of requests and arrived rollouts, which assigns a number to each rollout.
 
-    A rollout is begun with the latest weights. At that moment requests were sent up to number ``d``, and the learner
-    has learned from number ``d - max_policy_lag - 1``: this one is within the bound if it becomes number ``d`` or an
-    earlier one. So ``d`` is its deadline. Rollouts get their numbers as they arrive, so that nobody waits for a slow
-    worker without need; but one that arrives early is held back while taking it would make another one late.
+    A rollout starts with the latest weights. Let ``d`` be the highest number requested at that time; the learner has
+    then consumed number ``d - max_policy_lag - 1``. The rollout respects the lag if its number is ``d`` or lower, so
+    ``d`` is its deadline. Rollouts are numbered in the order of arrival, so that a slow worker blocks no other. But an
+    early rollout is held back while numbering it would make a running one miss its deadline.
     """
 
     def __init__(self) -> None:
         self._requests: deque[RolloutRequest] = deque()
         self._highest = self._next = -1
-        """The highest number of a request so far, and the number that the next rollout becomes."""
+        """The highest number of a request so far, and the number of the next rollout delivered."""
         self._arrived: dict[int, tuple[int, RolloutResult]] = {}
         self._durations: deque[float] = deque(maxlen=16)
 
     def add(self, request: RolloutRequest) -> None:
-        """Have one more rollout collected."""
+        """Queue a request."""
         self._requests.append(request)
         self._highest = max(self._highest, request.number)
         self._next = request.number if self._next < 0 else self._next
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are rollouts that nobody has begun to collect."""
+        """Whether there are unassigned requests."""
         return bool(self._requests)
 
     def give_back(self, request: RolloutRequest | None) -> None:
-        """Have a rollout collected by another worker, before all others."""
+        """Put a request back at the front of the queue."""
         if request is not None:
             self._requests.appendleft(request)
 
     def take(self) -> tuple[RolloutRequest, int] | None:
-        """Return the next rollout to be collected and the last number that it can become, if there is one."""
+        """Remove the next request; return it and its deadline, or ``None``."""
         return (self._requests.popleft(), self._highest) if self._requests else None
 
     def arrive(self, worker: RolloutWorkerHandle, result: RolloutResult) -> None:
-        """Take what a worker has collected."""
+        """Add the rollout that a worker has collected."""
         self._durations.append(time.monotonic() - worker.began)
         self._arrived[result.number] = (worker.deadline, result)
         worker.request, worker.delays = None, 0
 
     def next_one(self, workers: Collection[RolloutWorkerHandle]) -> tuple[int, RolloutResult] | None:
-        """Return the key of what can be learned from next, and the rollout; None if another would become too old."""
+        """Return key and rollout to deliver next; ``None`` if that would make another one miss its deadline."""
         running = [worker.deadline for worker in workers if worker.request is not None]
         key = choose({key: deadline for key, (deadline, _) in self._arrived.items()}, running, self._next)
         return None if key is None else (key, replace(self._arrived[key][1], number=self._next))
 
     def handed_over(self, key: int) -> None:
-        """Note that the learner has what ``next_one`` returned."""
+        """Remove the rollout that ``next_one`` returned, after its delivery."""
         del self._arrived[key]
         self._next += 1
 
     def interrupt_straggler(self, workers: Collection[RolloutWorkerHandle], patience: float) -> None:
-        """Give the rollout that all others have waited for longer than ``patience`` times the usual to another one."""
+        """Reassign the request that blocks arrived rollouts if it takes longer than ``patience`` times the median."""
         slow = min((worker for worker in workers if worker.request), key=lambda worker: worker.deadline, default=None)
         if slow is None or not self._arrived or not self._durations:
             return
@@ -329,12 +329,12 @@ class RolloutQueue:
 
 
 def in_time(deadlines: Iterable[int], next_number: int) -> bool:
-    """Tell whether rollouts can become the numbers from ``next_number`` on, none after its deadline."""
-    return all(deadline >= next_number + place for place, deadline in enumerate(sorted(deadlines)))
+    """Return whether rollouts can be numbered from ``next_number`` on without missing a deadline."""
+    return all(deadline >= number for number, deadline in enumerate(sorted(deadlines), next_number))
 
 
 def choose(arrived: dict[int, int], running: Iterable[int], next_number: int) -> int | None:
-    """Return which of the arrived rollouts (deadlines by key) becomes ``next_number``; None: wait for those running."""
+    """Return which arrived rollout (deadlines by key) gets ``next_number``; ``None`` to wait for the running ones."""
     if not arrived:
         return None
     first = min(arrived, key=lambda key: arrived[key])
@@ -343,10 +343,10 @@ def choose(arrived: dict[int, int], running: Iterable[int], next_number: int) ->
 
 
 class RolloutActor:
-    """An environment and a policy in a cluster, and the endpoint of the worker that brings them together."""
+    """Ray actor that runs a ``RolloutWorker`` and is its ``Endpoint``."""
 
     def __init__(self, sys_path: list[str]) -> None:
-        """Prepare; nothing heavy happens before ``build``."""
+        """Create a cheap actor; ``build`` creates the environment."""
         sys.path += [entry for entry in sys_path if entry not in sys.path]
         self.heartbeat = Heartbeat()
         self._worker: RolloutWorker | None = None
@@ -356,10 +356,10 @@ class RolloutActor:
         self._instructions: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
         self._result: RolloutResult | None = None
         self._adoptions: dict[int, str | None] = {}
-        """Hashes of the weights that are used in the present rollout, by version."""
+        """Hashes of the weights used in the current rollout, by version."""
 
     def build(self, spec: WorkerSpec, device: str, seed: int | None, action_seed: int | None) -> Event:
-        """Build the environment, unless it is there already because an answer got lost."""
+        """Build the environment; does nothing if it exists because an earlier answer got lost."""
         try:
             if self._worker is None:
                 cfg, cores = spec.cfg.replace(seed=action_seed), cores_of_actor()
@@ -371,21 +371,21 @@ class RolloutActor:
                 if seed is not None:
                     worker.collector.reset(seed)
                 self._worker, self._num_steps, self._idle_since = worker, spec.num_steps, time.monotonic()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the learner reports it
+        except Exception as error:  # noqa: BLE001 - the learner reports any error
             return _failed(error)
         return {"event": "built", "num_envs": self._worker.env.num_envs}
 
     def collect(
         self, sequence: int, number: int, weights: Weights, data: Bytes, random: Encoded | None, required: int
     ) -> Event:
-        """Collect a rollout, beginning with these weights; in lockstep, ``required`` is the version to use."""
+        """Collect a rollout, starting with these weights; in lockstep, ``required`` is the version to use."""
         waited = time.monotonic() - self._idle_since
         try:
             if self._worker is None:
                 raise CollectorError("build() comes before collect()")
             state = None if random is None else decode(random[0], tensor_of(random[1]))
             self._instructions, self._result = queue.SimpleQueue(), None
-            self._adoptions = dict(list(self._adoptions.items())[-1:])  # it begins with those in use, or newer ones
+            self._adoptions = dict(list(self._adoptions.items())[-1:])  # the weights in use, until newer ones
             self._newest = weights[0]
             self._instructions.put(WeightSnapshot(*weights, tensor_of(data)))
             self._instructions.put(RolloutRequest(number, required, state))
@@ -396,7 +396,7 @@ class RolloutActor:
                 return {"event": "interrupted"}
             content = _encode(replace(self._result, waited=waited).content())
             return {"event": "rollout", "adopted": self._adoptions, "content": content}
-        except Exception as error:  # noqa: BLE001 - whatever it is, the learner reports it
+        except Exception as error:  # noqa: BLE001 - the learner reports any error
             return _failed(error)
         finally:
             self._idle_since = time.monotonic()
@@ -416,18 +416,18 @@ class RolloutActor:
             self._result = content
 
     def adopt(self, weights: Weights, data: Bytes) -> None:
-        """Use newer weights from the next step on; calls of this group (control) may arrive in any order."""
+        """Use newer weights from the next step on (control); calls may arrive in any order."""
         if weights[0] > self._newest:
             self._newest = weights[0]
             self._instructions.put(WeightSnapshot(*weights, tensor_of(data)))
 
     def interrupt(self, sequence: int) -> Event:
-        """Break off this rollout, or an earlier one, after the present step; return where this runs (control)."""
+        """Interrupt this rollout or an earlier one after the current step; return the actor's location (control)."""
         self._interrupted = sequence
         return location_of_actor()
 
     def status(self) -> Event:
-        """Return the last sign of life (control)."""
+        """Return the last heartbeat (control)."""
         return {"event": "status", **self.heartbeat.status()}
 
 

@@ -1,4 +1,4 @@
-"""Where an ``AsyncCollector`` collects: what all backends have in common, and collection in a thread."""
+"""Base class of the backends of ``AsyncCollector``, and the backend that collects in a thread."""
 
 import logging
 import queue
@@ -29,23 +29,23 @@ from embodichain.errors import BufferWaitError, CollectorError, EnvironmentHungE
 log = logging.getLogger("embodichain.collector")
 
 POLL_SECONDS = 0.05
-"""How often something else is looked at while one thing is waited for."""
+"""Polling interval while waiting."""
 STOP_SECONDS = 4.0
-"""How long a collector may take to end by itself."""
+"""How long a collector may take to stop by itself."""
 _ROOM_SECONDS = 0.2
-"""How long a rollout waits for room in the learner's buffer before something else is looked at."""
+"""How long one attempt to put a rollout into the learner's buffer waits for room."""
 
 Deliver = Callable[[RolloutResult, float], None]
-"""Puts a rollout into the learner's buffer; ``BufferWaitError`` if there is no room for it in so many seconds."""
+"""Puts a rollout into the learner's buffer; raises ``BufferWaitError`` if there is no room within the given seconds."""
 
 
 class Backend(ABC):
-    """Collects in a thread that works, or watches over workers elsewhere; it can be started and stopped repeatedly."""
+    """Runs a thread that collects, or supervises workers elsewhere; it can be started and stopped repeatedly."""
 
     num_envs: int | None = None
-    """Number of environments; ``None`` as long as it is not known."""
+    """Number of environments; ``None`` until it is known."""
     restarts = 0
-    """How often a worker was replaced since the start."""
+    """Number of workers or environments replaced since the start."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec, self._cfg = spec, spec.cfg
@@ -56,42 +56,42 @@ class Backend(ABC):
     @property
     @abstractmethod
     def num_workers(self) -> int:
-        """How many workers have an environment at present."""
+        """Number of workers that have an environment."""
 
     @abstractmethod
     def send(self, instruction: Instruction) -> None:
-        """Give an instruction."""
+        """Send an instruction to the workers."""
 
     @abstractmethod
     def reset(self, seed: int | None) -> None:
-        """Begin with new episodes; not while it collects."""
+        """Reset all envs; only while stopped."""
 
     def seed_recovery(self, seed: int) -> None:
-        """Let workers and environments that replace failed ones begin episodes that follow from this seed."""
+        """Set the base seed for workers and environments that replace failed ones."""
         self._seed = seed
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return what the next rollout depends on; not while it collects."""
+        """Return the worker's state; only while stopped."""
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; not while it collects."""
+        """Restore a state; only while stopped."""
 
     @abstractmethod
     def _open(self) -> None:
-        """Prepare to collect; in the learner's thread."""
+        """Prepare to collect; called in the learner's thread."""
 
     @abstractmethod
     def _work(self) -> None:
-        """Collect until it is to stop; in the thread."""
+        """Collect until ``_stopping`` is set; called in the backend's thread."""
 
     @abstractmethod
     def _close(self) -> None:
-        """End what is left; in the thread, whatever happened."""
+        """Clean up, also after an error; called in the backend's thread."""
 
     def start(self, num_steps: int, store: WeightStore, deliver: Deliver) -> None:
-        """Begin to collect by the learner's instructions, once an environment is there."""
+        """Start collecting; returns once an environment is ready."""
         self._spec, self._store, self._deliver = replace(self._spec, num_steps=num_steps), store, deliver
         self._open()
         self.restarts = 0
@@ -102,21 +102,21 @@ class Backend(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """End collection; returns within a few seconds, whatever it is doing."""
+        """Stop collecting; returns within a few seconds, even if a worker hangs."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
 
-    def close(self) -> None:  # noqa: B027 - most release everything when they stop
-        """Release what is left after ``stop``."""
+    def close(self) -> None:  # noqa: B027 - most backends release everything in stop()
+        """Release remaining resources after ``stop``."""
 
     def check(self) -> None:
-        """Raise what keeps it from continuing."""
+        """Raise the error that stopped the backend, if any."""
         if self._failure is not None:
             raise self._failure
 
     def wait_until_paused(self, timeout: float) -> dict[str, Any] | None:
-        """Wait until nothing moves after ``pause`` or ``save``; return the state after ``save``."""
+        """Wait until the workers have paused after ``pause`` or ``save``; return the state after ``save``."""
         deadline = time.monotonic() + timeout
         while True:
             self.check()
@@ -127,7 +127,7 @@ class Backend(ABC):
                     raise CollectorError(f"the collector did not pause within {timeout:g} s") from None
 
     def report(self, kind: str, content: Any) -> None:
-        """Deal with what a worker reports (see ``Endpoint``)."""
+        """Process the report of a worker (see ``Endpoint``)."""
         if kind == "adopted":
             self._store.acknowledge(**content)
         elif kind == "paused":
@@ -137,7 +137,7 @@ class Backend(ABC):
                 pass
 
     def _put(self, result: RolloutResult) -> bool:
-        """Hand over a rollout; tell whether there was room for it."""
+        """Try to deliver a rollout; return whether there was room."""
         try:
             self._deliver(result, _ROOM_SECONDS)
         except BufferWaitError:
@@ -150,7 +150,7 @@ class Backend(ABC):
     def _run(self) -> None:
         try:
             self._work()
-        except Exception as error:  # noqa: BLE001 - it is raised in the learner's thread
+        except Exception as error:  # noqa: BLE001 - raised in the learner's thread, by check()
             drop_locals(error)
             self._failure = error
             self._stopping.set()
@@ -159,7 +159,7 @@ class Backend(ABC):
 
 
 class ThreadBackend(Backend):
-    """Runs a ``RolloutWorker`` in its thread, and is both ends of the connection; the environment stays here."""
+    """Runs a ``RolloutWorker`` in a thread of this process, and is its ``Endpoint``."""
 
     num_workers = 1
 
@@ -171,7 +171,7 @@ class ThreadBackend(Backend):
 
     @property
     def env(self) -> VecEnv:
-        """The environment, or the one that has taken its place."""
+        """The current environment, which may have replaced the given one."""
         return self._worker.env
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class ThreadBackend(Backend):
             raise CollectorError("the former collection still hangs in its environment: make a new collector")
         self._worker.clear()
         if self._worker.copy.has_weights:
-            self._worker.collector.record_policy()  # while no other thread uses the GPU
+            self._worker.collector.record_policy()  # while no other thread uses the GPU yet
         self._instructions: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
         self.heartbeat = Heartbeat()
         silence = max(self._cfg.start_timeout, self._cfg.step_timeout)
@@ -209,7 +209,7 @@ class ThreadBackend(Backend):
         self._instructions.put(instruction)
 
     def receive(self, timeout: float | None) -> Instruction | None:
-        if self._stopping.is_set():  # whatever else was sent before it
+        if self._stopping.is_set():  # skips the instructions before "stop"
             raise Stopped
         try:
             return self._instructions.get(block=timeout != 0.0, timeout=timeout or None)
@@ -218,9 +218,9 @@ class ThreadBackend(Backend):
 
     def check(self) -> None:
         super().check()
-        self._hangs.look()  # who looks is the thread that was suspended, too
+        self._hangs.look()  # if the process was suspended, this thread was, too
         cfg, since = self._cfg, self._hangs.awake_since
-        patience = 2.0 if isinstance(self.env, StepsInHalves) else 1.0  # such an env has the same limit itself
+        patience = 2.0 if isinstance(self.env, StepsInHalves) else 1.0  # such an env enforces the same limit itself
         if limit := self.heartbeat.overdue(cfg.start_timeout * patience, cfg.step_timeout * patience, since):
             raise EnvironmentHungError(
                 f"the collector has not come back from a step for {limit:g} s (step_timeout); it is here:\n"
@@ -228,7 +228,7 @@ class ThreadBackend(Backend):
             )
 
     def stop(self) -> None:
-        """End the thread; one that hangs in its environment is left to itself."""
+        """Stop the thread; a thread that hangs in its environment is abandoned."""
         if self._thread is None:
             return
         self._stopping.set()
@@ -245,7 +245,7 @@ class ThreadBackend(Backend):
     def _work(self) -> None:
         try:
             self._worker.run(self, self._spec.num_steps)
-        except CollectorError:  # an environment that failed once too often
+        except CollectorError:  # no restarts left
             raise
         except BaseException as error:
             details = "".join(traceback.format_exception(error))

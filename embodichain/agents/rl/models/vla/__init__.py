@@ -1,4 +1,4 @@
-"""Vision-language-action models: images, an instruction and the robot's own state in, chunks of actions out."""
+"""Vision-language-action models: from images, an instruction and proprioception to chunks of actions."""
 
 from embodichain.agents.rl.models.vla.hf_backbone import HFBackboneVLA, HFBackboneVLACfg
 from embodichain.agents.rl.models.vla.loading import LoRACfg, apply_lora, load_vla_model, merge_lora, save_vla_model

@@ -1,7 +1,7 @@
 """A vision-language model of the transformers library as the backbone of a VLA.
 
-The language model reads the patches of all images, the instruction, one token of proprioception, and one query for each
-action and for the value. Its outputs for the queries are the chunk and the value, in one pass.
+The language model processes the patches of all images, the instruction, one token of proprioception, and one query
+token for each action and for the value. Its outputs at the queries give the chunk and the value, in one pass.
 """
 
 import json
@@ -22,24 +22,24 @@ from embodichain.errors import CheckpointError, ConfigError, EmbodiChainError, l
 from embodichain.extras import require
 
 MODEL_TYPES = {name: name for name in ("smolvlm", "idefics3")}
-"""Families whose models consist of ``vision_model``, ``connector`` and ``text_model``."""
+"""Supported model types, which consist of ``vision_model``, ``connector`` and ``text_model``."""
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of which a tokenizer has at least one."""
+"""A tokenizer has at least one of these files."""
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Nothing is downloaded, and no code of a folder is run; without the latter transformers asks on stdin."""
+"""Download nothing and run no code from a folder; transformers would otherwise ask on stdin."""
 
 
 @configclass
 class HFBackboneVLACfg(VLAModelCfg):
-    """Settings of ``HFBackboneVLA``; either ``backbone`` or ``backbone_path`` is given."""
+    """Settings of ``HFBackboneVLA``; either ``backbone`` or ``backbone_path`` is required."""
 
     backbone: dict[str, Any] | None = None
-    """Settings of the transformers config, ``model_type`` among them: a model with random weights."""
+    """Settings of the transformers config, including ``model_type``, for a model with random weights."""
     backbone_path: str | None = None
-    """Folder of a pretrained model, as ``save_pretrained`` writes it, with its tokenizer; nothing is downloaded."""
+    """Folder of a pretrained model, written by ``save_pretrained``, with its tokenizer; nothing is downloaded."""
     pretrained: bool = True
-    """Whether the weights in ``backbone_path`` are read; false for a model that is saved whole, which has its own."""
+    """Whether to load the weights in ``backbone_path``; false if the checkpoint of the whole model has them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the backbone; the heads are float32."""
     freeze: tuple[Literal["vision", "language"], ...] = ()
@@ -67,7 +67,7 @@ class HFBackboneVLA(VLAModel):
         self.action_head = self.make_action_head(cfg.chunk_size * width)
         self.to_action = nn.Linear(width, self.action_dim) if self.action_head is None else None
         last = nn.Linear(width, 1)
-        for layer in (self.to_action, last):  # outputs close to zero at first
+        for layer in (self.to_action, last):  # initial outputs close to zero
             if layer is not None:
                 nn.init.normal_(layer.weight, std=0.01)
                 nn.init.zeros_(layer.bias)
@@ -81,7 +81,7 @@ class HFBackboneVLA(VLAModel):
 
     def save_files(self, folder: Path) -> dict[str, Any]:
         if self.cfg.backbone_path is None:
-            return {}  # the settings describe it
+            return {}  # described by the settings
         target = folder / "backbone"
         self.backbone.config.save_pretrained(target)
         if self.words is not None and self.words.tokenizer is not None:
@@ -95,7 +95,7 @@ class HFBackboneVLA(VLAModel):
             own = torch.cat((self.body(self.normalizer(self.proprioception(obs))).unsqueeze(1), own), dim=1)
         tokens = torch.cat((tokens, own.to(tokens.dtype)), dim=1)
         mask = torch.cat((mask, mask.new_ones(own.shape[:2])), dim=1)
-        # Positions do not count the padding of short instructions, so that its length changes nothing.
+        # Positions skip the padding of short instructions, so that its length has no effect.
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         hidden = self.backbone.text_model(
             inputs_embeds=tokens, attention_mask=mask, position_ids=positions, use_cache=False
@@ -107,7 +107,7 @@ class HFBackboneVLA(VLAModel):
         return Decoded(mean, value, points, hidden[:, :-1].flatten(1))
 
     def _context(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return the tokens of images and words ``[batch, n, width]``, and which of them count ``[batch, n]``."""
+        """Return the tokens of images and words ``[batch, n, width]``, and the mask of valid ones ``[batch, n]``."""
         vision, size = self.backbone.vision_model, (self.image_size, self.image_size)
         dtype = next(vision.parameters()).dtype
         parts = []
@@ -126,7 +126,7 @@ class HFBackboneVLA(VLAModel):
 
 
 class _Words:
-    """Instructions as token ids: the backbone's own tokens where it has a tokenizer, else bytes."""
+    """Converts instructions to token ids, by the backbone's tokenizer or, without one, as bytes."""
 
     def __init__(self, cfg: HFBackboneVLACfg, vocabulary: int) -> None:
         self.length = cfg.instruction_length
@@ -137,18 +137,18 @@ class _Words:
             raise ConfigError(f"text_config.vocab_size: bytes need at least 256 tokens, got {vocabulary}", "backbone")
 
     def __call__(self, instruction: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids ``[batch, length]`` and which of them are text."""
+        """Return ids ``[batch, length]`` and a mask of those that are text."""
         if self.tokenizer is None:
             return instruction, instruction != 0
         return tokenize(instruction, lambda texts: self.tokenizer(texts, add_special_tokens=False), self.length)
 
 
 def tokenize(instruction: Tensor, encode: Callable[[list[str]], Any], length: int) -> tuple[Tensor, Tensor]:
-    """Return token ids ``[batch, length]`` of instructions, int64 ``[batch, bytes]``, and which of them are text.
+    """Return token ids ``[batch, length]`` of instructions, int64 ``[batch, bytes]``, and a mask of the text tokens.
 
-    ``encode`` is what a tokenizer of transformers does with texts. What is longer than ``length`` is cut.
+    ``encode`` calls a tokenizer of transformers on a list of texts. Longer instructions are truncated.
     """
-    unique, rows = instruction.unique(dim=0, return_inverse=True)  # few instructions differ
+    unique, rows = instruction.unique(dim=0, return_inverse=True)  # most instructions are equal
     lists = [tokens[:length] for tokens in encode(list(decode_instructions(unique)))["input_ids"]]
     ids = torch.zeros(len(lists), length, dtype=torch.int64)
     mask = torch.zeros(len(lists), length, dtype=torch.bool)
@@ -161,7 +161,7 @@ def _load_backbone(cfg: HFBackboneVLACfg) -> Any:
     """Return the vision-language model without its language head."""
     if (cfg.backbone is None) == (cfg.backbone_path is None):
         raise ConfigError("expected either backbone (settings) or backbone_path (a folder)", "model_config")
-    # A dtype given here leaves the rotary frequencies in float32, which .to(dtype) rounds.
+    # Passing dtype keeps the rotary frequencies in float32, which .to(dtype) would round.
     transformers, dtype = require("transformers", extra="vla"), getattr(torch, cfg.dtype)
     if cfg.backbone is not None:
         settings = dict(cfg.backbone)
@@ -195,7 +195,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def refuse_code(file: Path) -> None:
-    """Raise if a config names code of its folder: even a file that transformers would not run says what it needs."""
+    """Raise ``CheckpointError`` if a config names code in its folder, even if transformers would not run it."""
     content = json.loads(file.read_text(encoding="utf-8"))
     if "auto_map" in content:
         raise CheckpointError(
@@ -206,7 +206,7 @@ def refuse_code(file: Path) -> None:
 
 
 def refuse_kernels(settings: Any, source: str) -> None:
-    """Raise if settings name an implementation in a repository, ``owner/name``: transformers would fetch and run it."""
+    """Raise ``CheckpointError`` for an implementation ``owner/name``, which transformers would download and run."""
     for key, value in settings.items() if isinstance(settings, Mapping) else ():
         if str(key).endswith("_implementation") and "/" in str(value):
             raise CheckpointError(f"{source}: {key}: {value!r:.80} names code of a repository, which is never run")
@@ -215,7 +215,7 @@ def refuse_kernels(settings: Any, source: str) -> None:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Turn what transformers raises about a folder into one line."""
+    """Turn errors of transformers about a folder into a one-line ``CheckpointError``."""
     try:
         yield
     except (EmbodiChainError, MemoryError):

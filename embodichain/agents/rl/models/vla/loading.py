@@ -1,8 +1,8 @@
-"""Checkpoints of vision-language-action models, and which of their weights are trained: frozen parts, and LoRA by peft.
+"""Checkpoints of vision-language-action models, freezing of parameters, and LoRA with peft.
 
-``save_vla_model`` writes a folder with ``config.json``, ``model.safetensors`` and, for a pretrained backbone, its
-config and tokenizer in ``backbone/``: nothing else is needed to load it. ``load_vla_model`` reads such a folder, a
-``.safetensors`` file, or a plain torch file, from which nothing but tensors is taken.
+``save_vla_model`` writes a self-contained folder with ``config.json``, ``model.safetensors`` and, for a pretrained
+backbone, its config and tokenizer in ``backbone/``. ``load_vla_model`` reads such a folder, a ``.safetensors`` file, or
+a torch file, of which it loads only tensors.
 """
 
 import json
@@ -38,7 +38,7 @@ FORMAT, VERSION = "embodichain-vla", 2
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, "backbone")
 _LORA = "_lora_settings"
-"""Attribute of a model with low-rank parts: their settings."""
+"""Attribute of a model that holds its LoRA settings."""
 _NESTED = ("model_state_dict", "state_dict", "model")
 
 PathLike = str | os.PathLike[str]
@@ -52,10 +52,10 @@ def load_vla_model(
     *,
     trusted_modules: Collection[str] = (),
 ) -> nn.Module:
-    """Build a model and load its weights; the model is returned in evaluation mode.
+    """Build a model and load its weights; return it in evaluation mode.
 
-    ``model_class`` is a registered name, or ``module.Class`` of a module that may be imported; it and ``model_config``
-    default to what a folder's ``config.json`` says. Without a ``model_path`` the weights are random.
+    ``model_class`` is a registered name, or ``module.Class`` of a trusted module. It and ``model_config`` default to
+    the values in the folder's ``config.json``. Without a ``model_path``, the weights are random.
     """
     saved = saved_config(model_path)
     name = class_name(model_class, saved, model_path)
@@ -83,15 +83,15 @@ def load_vla_model(
 
 
 def save_vla_model(model: nn.Module, folder: PathLike) -> Path:
-    """Write a model whole to a folder that ``load_vla_model`` reads: settings, weights, low-rank parts, tokenizer.
+    """Save a model to a folder for ``load_vla_model``: settings, weights, LoRA parameters, tokenizer.
 
-    The folder appears complete, and replaces that of another model at once. In one with other files, which stay, and in
-    the working directory, only each file is replaced at once.
+    The folder is created or replaced atomically. If it contains other files, which are kept, or is the working
+    directory, only each file is replaced atomically.
     """
     with writing(folder):
         target = Path(os.path.realpath(folder))
         former, is_whole = _former(target), _may_be_replaced(target)
-        if former.exists() and not target.exists():  # a process ended between the two names
+        if former.exists() and not target.exists():  # a process was killed between the two renames
             former.rename(target)
             is_whole = _may_be_replaced(target)
         name = f".{target.name}.partial"
@@ -124,18 +124,18 @@ def save_vla_model(model: nn.Module, folder: PathLike) -> Path:
 
 
 def _settled(path: Path) -> Path:
-    """Return a folder, or what it is called if a process ended while another one took its place."""
+    """Return a folder, or its temporary name if a process was killed while replacing it."""
     former = _former(Path(os.path.realpath(path)))
     return former if not path.exists() and former.is_dir() else path
 
 
 def _former(target: Path) -> Path:
-    """Return what a folder is called while another one takes its place."""
+    """Return the temporary name of a folder that is being replaced."""
     return target.with_name(f".{target.name}.former")
 
 
 def _may_be_replaced(target: Path) -> bool:
-    """Whether a folder is not there, or holds a model and nothing else, so that another folder can take its name."""
+    """Return whether a folder can be replaced by a rename: it does not exist, or holds nothing but a model."""
     if not target.exists():
         return True
     if not target.is_dir() or target.is_mount() or Path.cwd().is_relative_to(target):
@@ -148,7 +148,7 @@ def _write_model(model: nn.Module, target: Path) -> None:
     """Write the files of a model into a new folder."""
     settings = {**model.cfg.to_dict(), **model.save_files(target)} if isinstance(model, VLAModel) else {}
     files = {name: value.as_posix() for name, value in settings.items() if isinstance(value, Path)}
-    if settings:  # what a tokenizer's file said is among the weights
+    if settings:  # the fitted tokenizer is saved with the weights
         settings["tokens"]["fast"]["tokenizer"] = None
     lora = lora_of(model)
     about = {
@@ -158,13 +158,13 @@ def _write_model(model: nn.Module, target: Path) -> None:
         "lora": None if lora is None else lora.to_dict(),
     }
     save_config({"format": FORMAT, "version": VERSION, **about}, target / CONFIG_FILE)
-    # Tensors that share memory are written once each: the format has no sharing.
+    # Tensors that share memory are copied: safetensors does not support sharing.
     weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, target / WEIGHTS_FILE)
 
 
 def saved_config(model_path: PathLike | None) -> dict[str, Any]:
-    """Return what a folder's ``config.json`` says: ``model_class``, ``model_config``, ``lora``; empty without one."""
+    """Return a folder's ``config.json``: ``model_class``, ``model_config``, ``lora``; an empty dict without one."""
     file = _settled(Path(model_path or "")) / CONFIG_FILE
     if model_path is None or not file.is_file():
         return {}
@@ -197,7 +197,7 @@ def saved_config(model_path: PathLike | None) -> dict[str, Any]:
 
 
 def _foreign_config(content: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return what the config of another library says, in our words."""
+    """Convert the config of another library's policy."""
     kind = next((content[key] for key in ("type", "model_type") if isinstance(content.get(key), str)), None)
     model_cls = get_vla_model_class(kind) if kind in get_registered_vla_model_names() else None
     if kind is None or model_cls is None or not issubclass(model_cls, PretrainedVLA):
@@ -208,7 +208,7 @@ def _foreign_config(content: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def class_name(given: str | None, saved: Mapping[str, Any], model_path: PathLike | None) -> str | None:
-    """Return the model class that was given, or the one that the folder says; another library's policy has its own."""
+    """Return the given model class, or that of the folder; ``ConfigError`` if another library's policy differs."""
     own = saved.get("model_class")
     if given is not None and saved.get("foreign") and given != own:
         raise ConfigError(
@@ -222,7 +222,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     path = _settled(path)
     file = path / WEIGHTS_FILE if path.is_dir() else path
     if not file.is_file():
-        inner = path / "pretrained_model"  # where LeRobot's runs keep a policy
+        inner = path / "pretrained_model"  # in runs of LeRobot
         hint = f". Did you mean {inner}?" if inner.is_dir() else ""
         raise CheckpointError(f"{path}: there is no checkpoint; expected a folder with {WEIGHTS_FILE}, or a file{hint}")
     if file.suffix not in _SUFFIXES:
@@ -245,9 +245,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def set_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str, new: Collection[str] = ()) -> None:
-    """Load weights of exactly the right names and shapes; ``CheckpointError`` names the first five that do not fit.
+    """Load weights; raise ``CheckpointError`` with the first five misfits if names or shapes differ.
 
-    Those of the parts ``new`` may be missing, and stay as they are.
+    Weights of the submodules ``new`` may be missing; they keep their values.
     """
     present = {name: value for name, value in model.state_dict().items() if any(_belongs(name, part) for part in new)}
     weights = {**present, **weights}
@@ -270,7 +270,7 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str, ne
 
 
 def freeze_but(module: nn.Module, parts: Collection[str]) -> None:
-    """Freeze all parameters but those of the submodules (or parameters) with these names; frozen ones stay frozen."""
+    """Freeze all parameters except those in ``parts`` (submodules or parameters); frozen ones stay frozen."""
     names = [name for name, _ in module.named_parameters()]
     for part in parts:
         if not any(_belongs(name, part) for name in names):
@@ -283,7 +283,7 @@ def freeze_but(module: nn.Module, parts: Collection[str]) -> None:
 
 @contextmanager
 def only_trained(module: nn.Module, *parts: str) -> Iterator[None]:
-    """Freeze everything but these parts inside the block."""
+    """Freeze all parameters except those in ``parts`` inside the block."""
     before = [parameter.requires_grad for parameter in module.parameters()]
     try:
         freeze_but(module, parts)
@@ -299,29 +299,29 @@ def _belongs(name: str, part: str) -> bool:
 
 @configclass
 class LoRACfg(Config):
-    """Which layers get low-rank additions, and how large these are."""
+    """Settings of low-rank adapters (LoRA)."""
 
     rank: Size = 16
-    """Rank of the additions."""
+    """Rank of the adapters."""
     alpha: Positive = 32.0
-    """The additions are scaled by ``alpha / rank``."""
+    """Adapters are scaled by ``alpha / rank``."""
     dropout: Fraction = 0.0
-    """Dropout before the additions, while the model imitates; reinforcement learning turns it off."""
+    """Dropout of the adapters' input in imitation; reinforcement learning disables it."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Ends of the names of the layers that get additions."""
+    """Suffixes of the names of the layers that get adapters."""
     trainable: tuple[str, ...] = ("head", "action_head", "to_action", "to_value", "to_points", "body", "queries")
-    """Beginnings of the names of parameters that stay trainable as they are: what is new, not pretrained."""
+    """Submodules and parameters that stay trainable: those that are new, not pretrained."""
 
 
 def lora_of(model: nn.Module) -> LoRACfg | None:
-    """Return the settings of a model's low-rank parts; None if it has none."""
+    """Return the LoRA settings of a model; ``None`` if it has no adapters."""
     return vars(model).get(_LORA)
 
 
 def apply_lora(model: nn.Module, cfg: LoRACfg) -> nn.Module:
-    """Freeze the model and add low-rank parts to the chosen layers, in place; at first these are zero.
+    """Freeze the model and add low-rank adapters to the chosen layers, in place; their initial output is zero.
 
-    A model that has the same parts already keeps them as they are.
+    A model that has the same adapters already keeps them.
     """
     present = lora_of(model)
     if present is not None:
@@ -340,7 +340,7 @@ def apply_lora(model: nn.Module, cfg: LoRACfg) -> nn.Module:
             raise ConfigError(f"target_modules: no linear layer ends in {end!r}; there are: {known}", "lora")
     targets = list(cfg.target_modules)
     settings = peft.LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=targets)
-    peft.inject_adapter_in_model(settings, model)  # freezes everything but the additions
+    peft.inject_adapter_in_model(settings, model)  # freezes everything but the adapters
     for name, parameter in model.named_parameters():
         if any(_belongs(name, part) for part in cfg.trainable):
             parameter.requires_grad_(True)
@@ -349,7 +349,7 @@ def apply_lora(model: nn.Module, cfg: LoRACfg) -> nn.Module:
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Add the low-rank parts to the layers they belong to, in place: an ordinary model, with ordinary names."""
+    """Merge the adapters into their layers, in place; the model then has its original parameter names."""
     layers = require("peft.tuners.lora", extra="vla")
     for name, module in list(model.named_modules()):
         if isinstance(module, layers.LoraLayer):

@@ -1,4 +1,4 @@
-"""Vision-language-action models, and their names: an author derives from ``VLAModel`` and writes ``decode`` alone."""
+"""The base class and registry of vision-language-action models; a subclass of ``VLAModel`` implements ``decode``."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -33,51 +33,51 @@ Space = gym.Space[Any]
 
 
 class Decoded(NamedTuple):
-    """What a model makes of observations."""
+    """Outputs of a model."""
 
     mean: Tensor | None
     """Mean of the chunk, ``[batch, chunk_size, action_dim]``; ``None`` for a model with an ``action_head``."""
     value: Tensor
     """Value, ``[batch]``."""
     points: Tensor | None = None
-    """Predicted coordinates, ``[batch, num_points]`` in units of their spread, if the model has ``num_points``."""
+    """Predicted coordinates, normalised, ``[batch, num_points]``, if the model has ``num_points``."""
     features: Tensor | None = None
-    """What the ``action_head`` is given, ``[batch, width]``."""
+    """Input of the ``action_head``, ``[batch, width]``."""
 
 
 @configclass
 class VLAModelCfg(Config):
-    """Inputs and outputs of every model; shapes that are not given are taken from the environment's spaces."""
+    """Inputs and outputs of a model; missing shapes are taken from the environment's spaces."""
 
     cameras: dict[str, tuple[Count, Count, Count]] = MISSING
-    """Images: name of the camera to ``[height, width, channels]``. In a config a list of names is enough."""
+    """Images: camera name to ``[height, width, channels]``. In a config, a list of names is enough."""
     proprio: dict[str, Size] = MISSING
-    """Vectors of the robot's own state: key to width. In a config a list of keys or groups is enough."""
+    """Proprioception: key to width. In a config, a list of keys or groups is enough."""
     instruction_length: Annotated[int, Field(ge=0, le=16_384)] = MISSING
-    """Bytes of ``instruction``; 0 for a task without one."""
+    """Length of ``instruction`` in bytes; 0 for a task without one."""
     action_dim: Size = MISSING
-    """Numbers per action."""
+    """Dimension of an action."""
     chunk_size: Size = 4
     """Actions per decision."""
     head: Literal["gaussian", "flow", "tokens"] = "gaussian"
-    """How actions are chosen: from a Gaussian over the chunk, by denoising it, or token by token."""
+    """Action head: a Gaussian over the chunk, denoising by a flow, or tokens."""
     init_log_std: Number = -1.5
-    """For gaussian: first value of the learnable log-std of every action."""
+    """For gaussian: initial value of the learnable log-std of each action dimension."""
     flow: FlowCfg = FlowCfg()
-    """For flow: how chunks are denoised."""
+    """For flow: settings of denoising."""
     velocity_sizes: Annotated[tuple[Size, ...], Field(max_length=16)] = (512, 512)
     """For flow: widths of the velocity network."""
     tokens: TokenCfg = TokenCfg()
-    """For tokens: how chunks become tokens, and how these are decoded."""
+    """For tokens: settings of tokens and their decoder."""
     num_points: Annotated[int, Field(ge=0, le=16_384)] = 0
-    """Coordinates that the model learns to predict while it imitates, such as those of the goal that is meant."""
+    """Number of coordinates to predict as an auxiliary task of imitation, such as those of the goal."""
 
 
 class VLAModel(nn.Module, ABC):
-    """Images, an instruction and proprioception to a distribution over ``[chunk_size, action_dim]`` and a value.
+    """Maps images, an instruction and proprioception to a distribution over ``[chunk_size, action_dim]`` and a value.
 
-    The Gaussian is one of the mean that ``decode`` returns. Another ``head`` gets features: its author calls
-    ``make_action_head`` in the constructor, with their width, and ``decode`` returns them.
+    For the Gaussian head, ``decode`` returns the mean. For any other ``head``, it returns features, and the constructor
+    of the subclass calls ``make_action_head`` with their width.
     """
 
     cfg_type: ClassVar[type[VLAModelCfg]] = VLAModelCfg
@@ -101,10 +101,10 @@ class VLAModel(nn.Module, ABC):
 
     @abstractmethod
     def decode(self, obs: TensorDictBase) -> Decoded:
-        """Return the chunk's mean or features, the value, and the points if the model has any."""
+        """Return the chunk's mean or the features, the value, and the points if there are any."""
 
     def make_action_head(self, width: int) -> FlowHead | TokenHead | None:
-        """Return the head that chooses actions from features ``[batch, width]``; ``None`` for the Gaussian."""
+        """Return the action head for features ``[batch, width]``; ``None`` for the Gaussian."""
         cfg = self.cfg
         if cfg.head == "tokens":
             return make_token_head(width, self.chunk_size, self.action_dim, cfg.tokens)
@@ -117,12 +117,12 @@ class VLAModel(nn.Module, ABC):
     def forward(self, obs: TensorDictBase, deterministic: bool = False, generator: Generator | None = None) -> Outcome:
         """Return ``(action [batch, chunk_size, action_dim], log_prob [batch, chunk_size], value [batch])``.
 
-        A chunk of one action comes without that dimension.
+        If ``chunk_size`` is 1, there is no chunk dimension.
         """
         if self.has_decision:
             return self.decide(obs, deterministic, generator)[:3]
         decoded = self.decode(obs)
-        action, log_prob = self.head.sample(_of(decoded.mean, "mean"), deterministic, generator)
+        action, log_prob = self.head.sample(_required(decoded.mean, "mean"), deterministic, generator)
         return self._squeeze(action), self._squeeze(log_prob), decoded.value
 
     def decide(
@@ -130,38 +130,38 @@ class VLAModel(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor, Tensor, TensorDictBase]:
         """Return ``(action, log_prob, value, decision)`` of a model with an ``action_head``."""
         decoded = self.decode(obs)
-        features = _of(decoded.features, "features")
-        action, log_prob, decision = self._chooser().sample(features, deterministic, generator)
+        features = _required(decoded.features, "features")
+        action, log_prob, decision = self._decision_head().sample(features, deterministic, generator)
         return self._squeeze(self.actions_of(action)), log_prob, decoded.value, decision
 
     def imitation_loss(
         self, obs: TensorDictBase, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``[batch]`` the error of choosing ``actions`` ``[batch, n, action_dim]``, and predicted points.
+        """Return the imitation loss ``[batch]`` of ``actions`` ``[batch, n, action_dim]``, and the predicted points.
 
-        Of the Gaussian it is ``sum_d |mean - action|``: of several ways to continue, the median is one of them and the
-        mean is none. ``valid`` ``[batch, n]`` tells which actions count (default: all).
+        For the Gaussian it is ``sum_d |mean - action|``: with multimodal actions, its minimum, the median, lies in a
+        mode and the mean does not. ``valid`` ``[batch, n]`` masks the actions that count (default: all).
         """
         decoded = self.decode(obs)
         if self.has_decision:
-            features = _of(decoded.features, "features")
+            features = _required(decoded.features, "features")
             chunk = self.chunk_of(actions)
-            return self._chooser().imitation_loss(features, chunk, valid, generator), decoded.points
-        mean = _of(decoded.mean, "mean")
+            return self._decision_head().imitation_loss(features, chunk, valid, generator), decoded.points
+        mean = _required(decoded.mean, "mean")
         error = (mean[:, : actions.shape[1]] - actions).abs().sum(-1)
         if valid is None:
             return error.mean(-1), decoded.points
         return (error * valid).sum(-1) / valid.sum(-1).clamp(min=1), decoded.points
 
     def actions_of(self, chunk: Tensor) -> Tensor:
-        """Return the environment's actions that a chunk of the ``action_head`` stands for."""
+        """Convert a chunk of the ``action_head`` to actions of the environment."""
         return chunk
 
     def chunk_of(self, actions: Tensor) -> Tensor:
-        """Return the chunk ``[batch, n, ...]`` that stands for actions: the inverse of ``actions_of``."""
+        """Convert actions to a chunk ``[batch, n, ...]`` of the ``action_head``: the inverse of ``actions_of``."""
         return actions
 
-    def _chooser(self) -> FlowHead | TokenHead:
+    def _decision_head(self) -> FlowHead | TokenHead:
         if self.action_head is None:
             problem = f"{type(self).__name__} calls no make_action_head"
             raise ConfigError(f"head: {problem}, which {self.cfg.head!r} needs; choose gaussian", "model_config")
@@ -175,20 +175,19 @@ class VLAModel(nn.Module, ABC):
         if self.has_decision:
             if decision is None:
                 raise RolloutError(f"head {self.cfg.head!r}: pass the decision that came with the actions")
-            features = _of(decoded.features, "features")
-            return (*self._chooser().evaluate(features, decision), decoded.value)
-        mean = _of(decoded.mean, "mean")
+            features = _required(decoded.features, "features")
+            return (*self._decision_head().evaluate(features, decision), decoded.value)
+        mean = _required(decoded.mean, "mean")
         log_prob, entropy = self.head.evaluate(mean, actions.reshape(mean.shape))
         return self._squeeze(log_prob), self._squeeze(entropy), decoded.value
 
     def update_normalizer(self, obs: TensorDictBase) -> None:
-        """Let the running statistics of proprioception take in observations."""
+        """Update the running statistics of proprioception with observations."""
         if self.normalizer is not None:
             self.normalizer.update(self.proprioception(obs))
 
     def save_files(self, folder: Path) -> dict[str, Any]:
-        """Write what the model needs beside its weights, and return the settings with which it is read from there;
-        paths are relative to the folder."""
+        """Write additional files to a folder; return the settings that point to them, as paths relative to it."""
         return {}
 
     def _squeeze(self, value: Tensor) -> Tensor:
@@ -208,15 +207,15 @@ class VLAModel(nn.Module, ABC):
         return entry_of(obs, ("instruction",), " Add an instruction to the task.").long()
 
     def proprioception(self, obs: TensorDictBase) -> Tensor:
-        """Return the robot's own state as one vector, float32 ``[batch, width]``, not normalised."""
+        """Return the proprioception as one vector, float32 ``[batch, width]``, not normalised."""
         parts = [entry_of(obs, tuple(key.split("/")), " Add it to the observations.") for key in self.cfg.proprio]
         return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 
     @classmethod
     def complete_config(cls, given: Mapping[str, Any], obs_space: Space, action_space: Space) -> dict[str, Any]:
-        """Return the settings with ``cameras``, ``proprio``, ``instruction_length`` and ``action_dim`` of the spaces.
+        """Add ``cameras``, ``proprio``, ``instruction_length`` and ``action_dim`` of the spaces to the settings.
 
-        ``given`` may choose cameras and vectors by name; the default is all cameras and the group ``robot``.
+        ``given`` may select cameras and vectors by name; the default is all cameras and the group ``robot``.
         """
         if not isinstance(obs_space, gym.spaces.Dict):
             raise ConfigError(f"expected nested observations with images, got {obs_space}", "observation_space")
@@ -235,7 +234,7 @@ class VLAModel(nn.Module, ABC):
         return cls(**cls.complete_config(settings, obs_space, action_space))
 
 
-def _of(part: Tensor | None, name: str) -> Tensor:
+def _required(part: Tensor | None, name: str) -> Tensor:
     if part is None:
         raise ConfigError(f"head: the model's decode returns no {name}, which this head needs", "model_config")
     return part
@@ -260,7 +259,7 @@ def _cameras(given: Any, entries: Mapping[str, ObservationEntry]) -> dict[str, l
 
 
 def _names(given: Any, setting: str) -> list[str]:
-    """Return the names in a list, or the keys of a mapping, of names."""
+    """Return the names in a list, or the keys of a mapping; ``ConfigError`` if they are no strings."""
     names: list[Any] = list(given) if isinstance(given, Mapping | list | tuple) else [None]
     if not all(isinstance(name, str) for name in names):
         problem = f"{setting}: expected a list of names, got {given!r:.60} ({type(given).__name__})"
@@ -294,13 +293,13 @@ register_vla_model, get_registered_vla_model_names = _MODELS.register, _MODELS.n
 
 
 def registered_name(model_cls: type[nn.Module]) -> str:
-    """Return the name under which a class is registered, else its dotted path."""
+    """Return the registered name of a class, or else its dotted path."""
     dotted = f"{model_cls.__module__}.{model_cls.__qualname__}"
     return next((name for name, known in _MODELS.classes.items() if known is model_cls), dotted)
 
 
 def get_vla_model_class(name: str, trusted_modules: Collection[str] = ()) -> type[nn.Module]:
-    """Return the class of a registered name, or ``module.Class`` of a module in ``trusted_modules`` or ``--trust``."""
+    """Return a model class by registered name, or by ``module.Class`` if the module is trusted (``--trust``)."""
     if name in _MODELS.classes:
         return _MODELS.get(name)
     module_name, _, class_name = name.rpartition(".")

@@ -1,10 +1,9 @@
-"""OpenVLA, as transformers saves it: images and a prompt in, an action of tokens out, one for each of its numbers.
+"""OpenVLA, as saved by transformers: generates one token per action dimension from an image and a prompt.
 
-The layout of the network is that of Prismatic: one or two vision transformers (``vision_backbone``, in the layout of
-timm), a perceptron (``projector``), and a Llama (``language_model``) that reads the first token of the prompt, the
-patches, the rest of the prompt, and then the action. The last tokens of its vocabulary stand for bins of [-1, 1], the
-last one for the first bin; statistics of the data it was trained on turn these into actions. The code that lies beside
-such a checkpoint is not run.
+The network is that of Prismatic: one or two vision transformers (``vision_backbone``, in timm's layout), an MLP
+(``projector``), and a Llama (``language_model``) whose input is the first token of the prompt, the patches, the rest of
+the prompt, and then the action. The last tokens of the vocabulary represent bins of [-1, 1] in reverse order; the
+statistics of the training data rescale them to actions. Code in the folder of a checkpoint is not run.
 """
 
 import math
@@ -40,11 +39,11 @@ from embodichain.extras import require
 
 PROMPT = "In: What action should the robot take to {}?\nOut:"
 BLANK = 29871
-"""Llama's token of an empty word, which stood between prompt and action when the policy was trained."""
+"""Llama's token of an empty word, which separated prompt and action in training."""
 IMAGE_KEY = "image"
 _TOWERS = ("featurizer", "fused_featurizer")
 _HEADS = {"vit_large_": 16, "vit_so400m_": 16, "vit_base_": 12}
-"""Attention heads by the beginning of timm's name; the weights do not tell."""
+"""Number of attention heads by prefix of timm's model name, as the weights do not show it."""
 _TOKENIZER = "tokenizer.json"
 _NEW_PARTS = ("head", "to_value")
 Statistics = dict[str, tuple[Any, ...]]
@@ -52,30 +51,30 @@ Statistics = dict[str, tuple[Any, ...]]
 
 @configclass
 class TowerCfg(Config):
-    """Shape of a vision transformer, and how images are prepared for it."""
+    """Shape of a vision transformer and its image normalisation."""
 
     width: Size = 1024
-    """Numbers per patch."""
+    """Width of patch tokens."""
     depth: Layers = 23
-    """Layers that are used: all but the last."""
+    """Number of layers used: all but the last."""
     hidden_size: Size = 4096
-    """Width of the perceptrons."""
+    """Width of the MLPs."""
     num_heads: Layers = 16
-    """Attention heads."""
+    """Number of attention heads."""
     patch_size: Size = 14
-    """Pixels along a side of one patch."""
+    """Side of a patch in pixels."""
     image_size: Size = 224
-    """Pixels along a side of the image."""
+    """Side of the image in pixels."""
     class_token: bool = False
-    """Whether there is a token of the whole image."""
+    """Whether there is a class token."""
     registers: Annotated[int, Field(ge=0, le=64)] = 0
-    """Further tokens that stand for no patch."""
+    """Number of register tokens."""
     layer_scale: bool = False
-    """Whether what layers add is scaled by learned factors."""
+    """Whether residual branches have LayerScale."""
     mean: tuple[Number, Number, Number] = (0.5, 0.5, 0.5)
-    """What is subtracted from the colours, in [0, 1]."""
+    """Mean of the colours, in [0, 1]."""
     std: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
-    """What they are divided by."""
+    """Standard deviation of the colours."""
 
 
 @configclass
@@ -83,31 +82,31 @@ class OpenVLACfg(PretrainedVLACfg):
     """Settings of ``OpenVLA``; all but ``unnorm_key`` are read from a checkpoint."""
 
     head: Literal["tokens"] = "tokens"
-    """How actions are chosen: token by token."""
+    """Action head; always tokens."""
     chunk_size: Literal[1] = 1
     """Actions per decision."""
     max_chunk_size: Literal[1] = 1
-    """Actions that it can choose at a time."""
+    """Maximum number of actions per decision."""
     freeze: tuple[Literal["vision", "language"], ...] = ("vision",)
-    """Parts that are not trained; the projector goes with the language."""
+    """Parts that are not trained; language includes the projector."""
     towers: Annotated[tuple[TowerCfg, ...], Field(max_length=2)] = ()
     """The vision transformers."""
     text_config: dict[str, Any] = {}
     """Settings of transformers' Llama."""
     num_bins: Annotated[int, Field(ge=2, le=4096)] = 256
-    """Tokens of the vocabulary that stand for actions."""
+    """Number of action tokens in the vocabulary."""
     padded_tokens: Annotated[int, Field(ge=0, le=65_536)] = 64
-    """Tokens at the end of the vocabulary that stand for nothing."""
+    """Number of unused tokens at the end of the vocabulary."""
     statistics: dict[str, dict[str, list[float]]] = {}
-    """``q01``, ``q99`` and ``mask`` of actions, by the name of the data: 1 in ``mask`` where they scale an action."""
+    """``q01``, ``q99`` and ``mask`` of actions by dataset; ``mask`` is 1 for dimensions that are rescaled."""
     unnorm_key: str | None = None
-    """Name of the data whose statistics count; need not be given if there is only one."""
+    """Dataset whose statistics to use; optional if there is only one."""
     max_prompt: Size = 64
-    """Tokens of the prompt; what is longer is cut."""
+    """Maximum number of tokens of the prompt; longer ones are truncated."""
 
 
-class Block(nn.Module):
-    """Attention and a perceptron, in timm's layout."""
+class VisionBlock(nn.Module):
+    """A transformer block in timm's layout."""
 
     def __init__(self, cfg: TowerCfg) -> None:
         super().__init__()
@@ -119,8 +118,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.attn["qkv"](self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        taken = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-        x = x + self.ls1(self.attn["proj"](taken))
+        attended = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        x = x + self.ls1(self.attn["proj"](attended))
         return x + self.ls2(self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.norm2(x)))))
 
 
@@ -134,7 +133,7 @@ class _Scale(nn.Module):
 
 
 class Tower(nn.Module):
-    """A vision transformer up to its last layer but one: images in [0, 1] to patches ``[batch, n, width]``."""
+    """A vision transformer without its last layer: maps images in [0, 1] to patches ``[batch, n, width]``."""
 
     mean: Tensor
     std: Tensor
@@ -148,13 +147,13 @@ class Tower(nn.Module):
         self.pos_embed = nn.Parameter(torch.randn(1, count, cfg.width) * 0.02)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, cfg.width)) if cfg.class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, cfg.registers, cfg.width)) if cfg.registers else None
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.depth))
+        self.blocks = nn.ModuleList(VisionBlock(cfg) for _ in range(cfg.depth))
         self.register_buffer("mean", torch.tensor(cfg.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(cfg.std).view(3, 1, 1), persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
         size = self.cfg.image_size
-        if tuple(image.shape[-2:]) != (size, size):  # as PIL does it, which rounds to 8 bits
+        if tuple(image.shape[-2:]) != (size, size):  # like PIL, which rounds to 8 bits
             image = F.interpolate(image, (size, size), mode="bicubic", antialias=True, align_corners=False)
             image = (image * 255.0).round().clamp(0.0, 255.0) / 255.0
         x = self.patch_embed["proj"](((image - self.mean) / self.std).to(self.pos_embed.dtype))
@@ -167,7 +166,7 @@ class Tower(nn.Module):
 
 
 class Projector(nn.Module):
-    """From patches to the width of the language model: two layers for one tower, three for two."""
+    """Projects patches to the width of the language model: two layers for one tower, three for two."""
 
     def __init__(self, width: int, out: int, is_fused: bool) -> None:
         super().__init__()
@@ -184,7 +183,7 @@ class Projector(nn.Module):
 
 @register_vla_model("openvla")
 class OpenVLA(PretrainedVLA):
-    """OpenVLA with a value head. Tokens are chosen among those that stand for actions."""
+    """OpenVLA with a value head; only action tokens are sampled."""
 
     cfg_type: ClassVar[type[VLAModelCfg]] = OpenVLACfg
     cfg: OpenVLACfg
@@ -213,8 +212,8 @@ class OpenVLA(PretrainedVLA):
             )
             self.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / _TOKENIZER))
         width = int(config.hidden_size)
-        seen = sum(tower.width for tower in cfg.towers)
-        self.projector = Projector(seen, width, len(cfg.towers) > 1).to(dtype)
+        vision_width = sum(tower.width for tower in cfg.towers)
+        self.projector = Projector(vision_width, width, len(cfg.towers) > 1).to(dtype)
         self.to_value = value_head(width)
         self.first_token = int(config.vocab_size) - cfg.padded_tokens - cfg.num_bins
         if self.first_token < 0:
@@ -223,7 +222,7 @@ class OpenVLA(PretrainedVLA):
         self.register_buffer("low", torch.tensor(q01), persistent=False)
         self.register_buffer("span", torch.tensor(q99) - torch.tensor(q01) + 1e-8, persistent=False)
         self.register_buffer("scaled", torch.tensor(mask) > 0.5, persistent=False)
-        edges = torch.from_numpy(np.linspace(-1.0, 1.0, cfg.num_bins))  # as it was trained, to the last bit
+        edges = torch.from_numpy(np.linspace(-1.0, 1.0, cfg.num_bins))  # bit-equal to those used in training
         self.register_buffer("edges", edges, persistent=False)
         if "vision" in cfg.freeze:
             self.vision_backbone.requires_grad_(False)
@@ -232,21 +231,23 @@ class OpenVLA(PretrainedVLA):
             self.projector.requires_grad_(False)
 
     def decode(self, obs: TensorDictBase) -> Decoded:
-        embedded, mask = self._prompt(obs)
-        hidden = self._last(self._read(embedded, mask).last_hidden_state, mask)
+        embedded, mask = self._embed_prompt(obs)
+        hidden = self._last_hidden(self._run_language_model(embedded, mask).last_hidden_state, mask)
         return Decoded(None, self._value(hidden), None, hidden)
 
     def decide(
         self, obs: TensorDictBase, deterministic: bool = False, generator: Generator | None = None
     ) -> tuple[Tensor, Tensor, Tensor, TensorDictBase]:
-        embedded, mask = self._prompt(obs)
-        out = self._read(embedded, mask, use_cache=True)
-        hidden = self._last(out.last_hidden_state, mask)
+        embedded, mask = self._embed_prompt(obs)
+        out = self._run_language_model(embedded, mask, use_cache=True)
+        hidden = self._last_hidden(out.last_hidden_state, mask)
         value, chosen, log_probs = self._value(hidden), list[Tensor](), list[Tensor]()
         for number in range(self.action_dim):
             if number:
                 mask = F.pad(mask, (0, 1), value=True)
-                out = self._read(self._embed(chosen[-1]).unsqueeze(1), mask, past=out.past_key_values, use_cache=True)
+                out = self._run_language_model(
+                    self._embed(chosen[-1]).unsqueeze(1), mask, past=out.past_key_values, use_cache=True
+                )
                 hidden = out.last_hidden_state[:, -1]
             token, log_prob = choose(self._logits(hidden), deterministic, generator)
             chosen.append(token)
@@ -263,7 +264,7 @@ class OpenVLA(PretrainedVLA):
                 f"decision: expected tokens [batch, {self.action_dim}] of this policy, got {got}: rollouts of another "
                 "policy cannot be learned from"
             )
-        hidden = self._all(obs, tokens)
+        hidden = self._hidden_states(obs, tokens)
         log_probs = self._logits(hidden).log_softmax(-1)
         log_prob = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
@@ -272,19 +273,19 @@ class OpenVLA(PretrainedVLA):
     def imitation_loss(
         self, obs: TensorDictBase, actions: Tensor, valid: Tensor | None = None, generator: Generator | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``[batch]`` the cross-entropy per token of ``actions`` ``[batch, 1, action_dim]``."""
+        """Return the mean cross-entropy ``[batch]`` per token of ``actions`` ``[batch, 1, action_dim]``."""
         tokens = self.tokens(self.chunk_of(actions[:, 0]))
         decision = TensorDict({"tokens": tokens}, [tokens.shape[0]])
         loss = -self.evaluate_actions(obs, actions, decision)[0].mean((1, 2))
         return loss if valid is None else loss * valid[:, 0], None
 
     def tokens(self, numbers: Tensor) -> Tensor:
-        """Return the bins, int64, of numbers in [-1, 1]."""
+        """Return the bin indices, int64, of numbers in [-1, 1]."""
         inside = numbers.double().clamp(-1.0, 1.0).contiguous()
         return torch.bucketize(inside, self.edges, right=True) - 1
 
     def numbers(self, tokens: Tensor) -> Tensor:
-        """Return the middles of bins; the last one, of 1 alone, counts to the one before it."""
+        """Return the centres of bins; the last index, which only 1.0 has, belongs to the bin before it."""
         at = tokens.clamp(max=self.cfg.num_bins - 2)
         return (0.5 * (self.edges[at] + self.edges[at + 1])).float()
 
@@ -294,16 +295,16 @@ class OpenVLA(PretrainedVLA):
     def chunk_of(self, actions: Tensor) -> Tensor:
         return torch.where(self.scaled, 2.0 * (actions.float() - self.low) / self.span - 1.0, actions.float())
 
-    def _all(self, obs: TensorDictBase, tokens: Tensor) -> Tensor:
-        """Return what each token follows from, ``[batch, action_dim, width]``, in one pass."""
-        embedded, mask = self._prompt(obs)
+    def _hidden_states(self, obs: TensorDictBase, tokens: Tensor) -> Tensor:
+        """Return the hidden states that predict each token, ``[batch, action_dim, width]``, in one pass."""
+        embedded, mask = self._embed_prompt(obs)
         length = mask.shape[1]
         whole = torch.cat([embedded, self._embed(tokens[:, :-1])], dim=1)
-        hidden = self._read(whole, F.pad(mask, (0, tokens.shape[1] - 1), value=True)).last_hidden_state
-        return torch.cat([self._last(hidden[:, :length], mask).unsqueeze(1), hidden[:, length:]], dim=1)
+        hidden = self._run_language_model(whole, F.pad(mask, (0, tokens.shape[1] - 1), value=True)).last_hidden_state
+        return torch.cat([self._last_hidden(hidden[:, :length], mask).unsqueeze(1), hidden[:, length:]], dim=1)
 
-    def _prompt(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return the embedded images and prompt ``[batch, n, width]``, and which of them count ``[batch, n]``."""
+    def _embed_prompt(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Return the embedded image and prompt ``[batch, n, width]``, and the mask of valid tokens ``[batch, n]``."""
         image = self.image(obs, next(iter(self.cfg.cameras)))
         patches = self.projector(torch.cat([tower(image) for tower in self.vision_backbone.values()], dim=2))
         ids, is_text = self.tokens_of(obs, image.shape[0], self._encode, self.cfg.max_prompt)
@@ -317,8 +318,8 @@ class OpenVLA(PretrainedVLA):
             ids = [row if row[-1] == BLANK else [*row, BLANK] for row in ids]
         return {"input_ids": ids}
 
-    def _read(self, embedded: Tensor, mask: Tensor, past: Any = None, use_cache: bool = False) -> Any:
-        # Positions do not count the padding of short prompts, so that its length changes nothing.
+    def _run_language_model(self, embedded: Tensor, mask: Tensor, past: Any = None, use_cache: bool = False) -> Any:
+        # Positions skip the padding of short prompts, so that its length has no effect.
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -embedded.shape[1] :]
         return self.language_model.model(
             inputs_embeds=embedded,
@@ -336,12 +337,12 @@ class OpenVLA(PretrainedVLA):
         return self.language_model.lm_head(hidden)[..., ends[0] : ends[1]].flip(-1).float()
 
     @staticmethod
-    def _last(hidden: Tensor, mask: Tensor) -> Tensor:
+    def _last_hidden(hidden: Tensor, mask: Tensor) -> Tensor:
         at = torch.arange(mask.shape[1], device=mask.device).mul(mask).amax(1)
         return hidden[torch.arange(len(at), device=at.device), at]
 
     def _value(self, hidden: Tensor) -> Tensor:
-        # The value judges what the policy perceives; it does not change it.
+        # Detached: the value loss does not train the backbone.
         return self.to_value(hidden.detach().float()).squeeze(-1)
 
     def save_files(self, folder: Path) -> dict[str, Any]:
@@ -356,7 +357,7 @@ class OpenVLA(PretrainedVLA):
 
     @classmethod
     def read_config(cls, folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that OpenVLA's ``config.json`` stands for; the code that it names is not run."""
+        """Convert OpenVLA's ``config.json`` to settings; the code that it names is not run."""
         file = folder / "config.json"
         text = setting(content, "text_config", dict, file)
         if text.get("model_type", "llama") != "llama":
@@ -389,7 +390,7 @@ class OpenVLA(PretrainedVLA):
 
 
 def _towers(folder: Path, ids: list[Any]) -> Iterable[dict[str, Any]]:
-    """Yield the shapes of the vision transformers, as their weights have them, and how images are prepared."""
+    """Yield the settings of the vision transformers, inferred from the shapes of their weights and the preprocessor."""
     shapes, prepared = tensor_shapes(folder), {}
     if (folder / "preprocessor_config.json").is_file():
         prepared = read_json(folder / "preprocessor_config.json")
@@ -453,7 +454,7 @@ def _read_statistics(norm_stats: Mapping[str, Any], file: Path) -> dict[str, dic
 
 
 def _statistics(statistics: Mapping[str, Any], key: str | None) -> tuple[list[float], list[float], list[float]]:
-    """Return ``q01``, ``q99`` and ``mask`` of the chosen data."""
+    """Return ``q01``, ``q99`` and ``mask`` of the chosen dataset."""
     if key is None and len(statistics) == 1:
         key = next(iter(statistics))
     if key is None or key not in statistics:
@@ -468,7 +469,7 @@ def _statistics(statistics: Mapping[str, Any], key: str | None) -> tuple[list[fl
 
 
 def _with_action_dim(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the number of actions that the chosen statistics have."""
+    """Return settings with the ``action_dim`` of the chosen statistics."""
     checked(OpenVLACfg, settings)
     q01 = _statistics(settings.get("statistics", {}), settings.get("unnorm_key"))[0]
     return {**settings, "action_dim": len(q01)}

@@ -1,7 +1,7 @@
-"""What policies of other libraries expect, matched to an environment by name, and the files in which they are saved.
+"""Base class of pretrained policies of other libraries, and functions that read their files.
 
-A folder of LeRobot or transformers says what its policy takes: images and a state by its own names, and how many
-numbers an action has. ``PretrainedVLA.complete_config`` finds them in an environment, or lists what is not there.
+A checkpoint of LeRobot or transformers specifies the inputs of its policy by its own names, and the dimension of
+actions. ``PretrainedVLA.complete_config`` matches them to an environment, and lists what is missing.
 """
 
 import json
@@ -26,39 +26,39 @@ from embodichain.errors import CheckpointError, ConfigError, ObservationError, n
 STATE, ACTION, IMAGE = "observation.state", "action", "observation.images."
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 _STATES = ("state", "robot/qpos")
-"""Where a state is looked for: what recordings write as ``observation.state``."""
+"""Keys that may hold the state: those that recordings write as ``observation.state``."""
 
 
 @configclass
 class PretrainedVLACfg(VLAModelCfg):
-    """Settings of every policy that another library saved; those without a default are read from its folder."""
+    """Settings of pretrained policies of other libraries; most are read from the checkpoint's folder."""
 
     image_keys: tuple[str, ...] = ()
-    """Images that it expects, by its own names."""
+    """Names of the images that the policy expects."""
     state_dim: Annotated[int, Field(ge=0, le=16_384)] = 0
-    """Numbers of its state; 0 if it sees none."""
+    """Dimension of the state; 0 if the policy has none."""
     inputs: dict[str, str | tuple[str, ...] | None] = {}
-    """Where they are in the observation: ``{"observation.images.top": "image/front", "observation.state":
-    ["robot/qpos"]}``; the default is what has the same name. ``null`` leaves an image out."""
+    """Observation keys of the policy's inputs: ``{"observation.images.top": "image/front", "observation.state":
+    ["robot/qpos"]}``; default: the keys with the same name. ``null`` leaves out an image."""
     instruction: str | None = None
-    """What a task without an instruction tells it."""
+    """Instruction for tasks without one."""
     max_chunk_size: Size = 1
-    """Actions that it can choose at a time."""
+    """Maximum number of actions per decision."""
     backbone_path: str | None = None
-    """Folder with the config and tokenizer of its language model; nothing is downloaded."""
+    """Folder with the config and tokenizer of the language model; nothing is downloaded."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the pretrained backbone; what chooses actions is float32."""
+    """Precision of the pretrained backbone; the action and value heads are float32."""
     freeze: tuple[Literal["vision", "language"], ...] = ("vision", "language")
     """Parts of the backbone that are not trained."""
 
 
 class PretrainedVLA(VLAModel):
-    """A policy of another library. The statistics that normalise its state and actions are its own, and stay."""
+    """A pretrained policy of another library; it keeps its own statistics for normalisation."""
 
     cfg_type: ClassVar[type[VLAModelCfg]] = PretrainedVLACfg
     cfg: PretrainedVLACfg
     new_parts: ClassVar[tuple[str, ...]] = ("head", "to_value")
-    """Parts that the other library's policy does not have: they begin with random weights."""
+    """Submodules that the checkpoint does not contain; they keep their initial weights."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**self._unmatched(checked(self.cfg_type, settings)), **settings})
@@ -69,14 +69,14 @@ class PretrainedVLA(VLAModel):
     @classmethod
     @abstractmethod
     def read_config(cls, folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that the other library's ``config.json`` stands for."""
+        """Convert the other library's ``config.json`` to settings of this class."""
 
     @abstractmethod
     def foreign_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Return the weights in the folder of the other library, by the names that they have here."""
+        """Return the weights in the other library's folder, by the names of this model."""
 
     def tokens_of(self, obs: TensorDictBase, batch: int, encode: Any, length: int) -> tuple[Tensor, Tensor]:
-        """Return ids ``[batch, length]`` of the instruction, and which of them are text."""
+        """Return token ids ``[batch, length]`` of the instruction, and a mask of the text tokens."""
         if self.cfg.instruction_length and self.cfg.instruction is None:
             return tokenize(self.instruction(obs), encode, length)
         text = torch.tensor([list((self.cfg.instruction or "").encode()) or [0]])
@@ -86,7 +86,7 @@ class PretrainedVLA(VLAModel):
 
     @staticmethod
     def _unmatched(settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return inputs for a model that is built without an environment: those it expects, by their own names."""
+        """Return placeholder inputs for a model that is built without an environment."""
         keys, given = settings.get("image_keys", ()), settings.get("inputs", {})
         cameras = {_camera(key, given): (1, 1, 3) for key in keys if not _left_out(key, given)}
         state = settings.get("state_dim", 0)
@@ -94,7 +94,7 @@ class PretrainedVLA(VLAModel):
 
     @classmethod
     def complete_config(cls, given: Mapping[str, Any], obs_space: Space, action_space: Space) -> dict[str, Any]:
-        """Return the settings with what the policy expects found in the spaces; ``ConfigError`` lists what is not."""
+        """Match the policy's inputs to the spaces; return completed settings, or raise ``ConfigError``."""
         checked(cls.cfg_type, given)
         entries = {entry.name: entry for entry in space_entries(obs_space)}
         images = {n.removeprefix("image/"): e for n, e in entries.items() if e.is_image and len(e.shape) == 3}
@@ -120,7 +120,7 @@ class PretrainedVLA(VLAModel):
         return {**given, "cameras": cameras, "proprio": proprio, "instruction_length": length}
 
     def image(self, obs: TensorDictBase, camera: str) -> Tensor:
-        """Return a camera's image, float32 ``[batch, 3, height, width]`` in [0, 1]; any height and width will do."""
+        """Return a camera's image, float32 ``[batch, 3, height, width]`` in [0, 1], of any height and width."""
         value = obs.get(("image", *camera.split("/")), None)
         if value is None:
             raise ObservationError(f"image/{camera} is missing. Add the camera to env.observations.cameras.")
@@ -129,14 +129,14 @@ class PretrainedVLA(VLAModel):
 
 
 def checked(cfg_type: type[VLAModelCfg], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return settings whose types are right; those that an environment completes are not looked at."""
+    """Check the types of settings, except those that an environment completes; return the settings."""
     own = {name: value for name, value in settings.items() if name not in ("cameras", "proprio", "action_dim")}
     cfg_type.from_dict(own, source="model_config")
     return settings
 
 
 def _misplaced(given: Mapping[str, Any]) -> Iterator[str]:
-    """Tell settings of models that choose their inputs, and names in ``inputs`` that the policy does not know."""
+    """Yield messages about ``cameras`` or ``proprio`` lists, and about unknown names in ``inputs``."""
     for name in ("cameras", "proprio"):
         if isinstance(given.get(name), list | tuple):
             yield f"{name}: a pretrained policy expects inputs of its own; say where they are with inputs"
@@ -166,7 +166,7 @@ def _match_cameras(
             continue
         name = _camera(key, inputs)
         if key not in inputs and len(keys) == len(images) == 1 and not key.startswith(IMAGE):
-            name = next(iter(images))  # one image without a name of its own
+            name = next(iter(images))  # the only image, without a camera name
         if name not in images:
             there = ", ".join(images) or "none"
             how = (
@@ -209,7 +209,7 @@ def _match_state(
 
 
 def value_head(width: int) -> nn.Sequential:
-    """Return a perceptron whose value is zero at first."""
+    """Return an MLP whose initial output is zero."""
     last = nn.Linear(width, 1)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
@@ -226,7 +226,7 @@ def weight_files(folder: Path) -> list[Path]:
         if strange := [name for name in names if not name.endswith(".safetensors") or set(name) & set("/\\\0")]:
             problem = f"expected names of safetensors files in its folder, got {strange[0]!r:.80}"
             raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: {problem}")
-        files = [folder / name for name in names]  # in a cache of the Hub these are links
+        files = [folder / name for name in names]  # not resolved: in a Hub cache these are links
     else:
         files = [folder / WEIGHTS_FILE]
     for file in files:
@@ -240,7 +240,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return names and shapes of all tensors in a folder, without reading them."""
+    """Return the shapes of all tensors in a folder by name, without reading their data."""
     shapes = dict[str, list[int]]()
     for file in weight_files(folder):
         try:
@@ -272,7 +272,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def setting(content: Mapping[str, Any], key: str, kind: Any, source: Path, default: Any = ...) -> Any:
-    """Return a setting of another library's config, checked for its type."""
+    """Return a setting of another library's config; ``CheckpointError`` if it is missing or of another type."""
     value = content.get(key, default)
     if value is ...:
         raise CheckpointError(f"{source}: {key} is missing; is this the folder of a whole policy?")

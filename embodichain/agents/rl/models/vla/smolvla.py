@@ -1,9 +1,9 @@
-"""SmolVLA, as LeRobot saves it: a small vision-language model, and an expert that attends to it and denoises actions.
+"""SmolVLA, as saved by LeRobot: a small vision-language model, and an action expert that denoises actions.
 
-The language model reads images, instruction and state once; its keys and values are the context. In every denoising
-step the expert takes a chunk of noisy actions and the time, and its layers attend to the context, or to the context and
-to the actions up to their own. An action therefore does not depend on later ones: a policy that carries out fewer
-actions than the checkpoint was trained on denoises only those, and gets the same.
+The language model processes images, instruction and state once; its keys and values are the context. In every denoising
+step, the expert takes a chunk of noisy actions and the time. Its layers attend to the context, or causally to context
+and actions. So an action does not depend on later ones: a policy with a smaller chunk size than the checkpoint's
+denoises only its own actions, with the same result.
 """
 
 import math
@@ -44,9 +44,9 @@ _RENAMED = {
     "model.state_proj.": "state_proj.",
     "model.action_": "action_head.velocity_net.action_",
 }
-"""Beginnings of LeRobot's names, and what they are here."""
+"""Prefixes of LeRobot's parameter names, and those of this model."""
 _UNUSED = (f"{_PREFIX}vlm.lm_head.", "normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
-"""Beginnings of names that choosing actions does not need."""
+"""Prefixes of parameters that are not needed."""
 _MODES = {
     "IDENTITY": (),
     "MEAN_STD": ("mean", "std"),
@@ -54,7 +54,7 @@ _MODES = {
     "QUANTILES": ("q01", "q99"),
     "QUANTILE10": ("q10", "q90"),
 }
-"""LeRobot's ways to normalise, and the two statistics that each needs."""
+"""LeRobot's normalisation modes, and the two statistics that each needs."""
 
 
 @configclass
@@ -62,20 +62,20 @@ class SmolVLACfg(PretrainedVLACfg):
     """Settings of ``SmolVLA``; all are read from a checkpoint."""
 
     head: Literal["flow"] = "flow"
-    """How actions are chosen: by denoising."""
+    """Action head; always flow."""
     flow: FlowCfg = FlowCfg(num_steps=10)
-    """How chunks are denoised, and explored."""
+    """Settings of denoising and exploration."""
     max_chunk_size: Size = 50
-    """Actions that it can choose at a time."""
+    """Maximum number of actions per decision."""
     network: SmolVLANetworkCfg = SmolVLANetworkCfg()
-    """What shapes the network."""
+    """Architecture of the network."""
     normalization: Annotated[dict[str, str], Field(max_length=8)] = {}
-    """How state and action are normalised, by LeRobot's names."""
+    """Normalisation modes of state and action, with LeRobot's names."""
 
 
 @register_vla_model("smolvla")
 class SmolVLA(PretrainedVLA):
-    """SmolVLA with a value head. Its actions are those of the checkpoint's units; padding has no meaning."""
+    """SmolVLA with a value head; actions are in the units of the checkpoint, without its padding."""
 
     cfg_type: ClassVar[type[VLAModelCfg]] = SmolVLACfg
     cfg: SmolVLACfg
@@ -120,7 +120,7 @@ class SmolVLA(PretrainedVLA):
         batch, length = valid.shape
         place = valid.long().cumsum(1) - 1
         allowed = valid.unsqueeze(1).repeat(1, length, 1)
-        allowed[:, :-1, -1] = False  # the state, which comes last, sees everything and is seen by none
+        allowed[:, :-1, -1] = False  # the state comes last: it attends to everything, nothing attends to it
         keys, values, x = list[Tensor](), list[Tensor](), tokens
         for layer in self.vlm.text_model.layers:
             attention, inputs = layer.self_attn, layer.input_layernorm(x)
@@ -132,24 +132,24 @@ class SmolVLA(PretrainedVLA):
             keys.append(key)
             values.append(value)
             repeats = query.shape[2] // key.shape[2]
-            taken = F.scaled_dot_product_attention(
+            attended = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.repeat_interleave(repeats, dim=2).transpose(1, 2),
                 value.repeat_interleave(repeats, dim=2).transpose(1, 2),
                 attn_mask=allowed.unsqueeze(1),
             )
-            x = x + attention.o_proj(taken.transpose(1, 2).flatten(2))
+            x = x + attention.o_proj(attended.transpose(1, 2).flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         state = self.vlm.text_model.norm(x[:, -1]).float()
-        expert: Any = self._chooser().velocity_net
+        expert: Any = self._decision_head().velocity_net
         expert_keys, expert_values = expert.context(keys, values)
         parts = {"keys": expert_keys, "values": expert_values, "valid": valid, "state": state}
         features = TensorDict(parts, [batch], device=state.device)
-        # The value judges what the policy perceives; it does not change it.
+        # Detached: the value loss does not train the backbone.
         return Decoded(None, self.to_value(state.detach()).squeeze(-1), None, features)
 
     def _prefix(self, obs: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return the embedded images, instruction and state ``[batch, n, width]``, and which of them count."""
+        """Return the embedded images, instruction and state ``[batch, n, width]``, and the mask of valid tokens."""
         network, embed = self.cfg.network, self.vlm.text_model.get_input_embeddings()
         dtype, width = embed.weight.dtype, embed.weight.shape[1]
         parts, batch = list[Tensor](), obs.batch_size[0]
@@ -158,8 +158,8 @@ class SmolVLA(PretrainedVLA):
             image = self.image(obs, camera)
             if network.resize_imgs_with_padding is not None:
                 image = _fit(image, *network.resize_imgs_with_padding)
-            seen = self.vlm.vision_model(pixel_values=(image * 2.0 - 1.0).to(dtype)).last_hidden_state
-            patches = self.vlm.connector(seen) * math.sqrt(width)
+            encoded = self.vlm.vision_model(pixel_values=(image * 2.0 - 1.0).to(dtype)).last_hidden_state
+            patches = self.vlm.connector(encoded) * math.sqrt(width)
             parts += [patches] if around is None else [embed(around), patches, embed(around[:, :1])]
         if around is not None:
             parts += [embed(around), embed(around[:, :1])] * network.empty_cameras
@@ -199,7 +199,7 @@ class SmolVLA(PretrainedVLA):
 
     @classmethod
     def read_config(cls, folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that LeRobot's ``config.json`` stands for."""
+        """Convert LeRobot's ``config.json`` to settings."""
         file = folder / "config.json"
         for name in ("adapt_to_pi_aloha", "use_delta_joint_actions_aloha"):
             if content.get(name):
@@ -262,7 +262,7 @@ def _features(features: Mapping[str, Any], file: Path) -> list[tuple[str, str, l
 
 
 def _statistics(folder: Path, weights: Mapping[str, Tensor], key: str, mode: str, count: int) -> tuple[Tensor, Tensor]:
-    """Return what a state or action is shifted and scaled by: ``(x - offset) / scale`` is normalised."""
+    """Return offset and scale of a state or action; ``(x - offset) / scale`` is normalised."""
     if mode == "IDENTITY" or not count:
         return torch.zeros(count), torch.ones(count)
     pipeline, step = ("pre", "normalizer") if key == STATE else ("post", "unnormalizer")
@@ -279,7 +279,7 @@ def _statistics(folder: Path, weights: Mapping[str, Tensor], key: str, mode: str
             name.removeprefix(f"{key}."): v for name, v in read_tensors(state_file).items() if name.startswith(key)
         }
         source = str(state_file)
-    else:  # as LeRobot wrote it before it had processors
+    else:  # older versions of LeRobot, without processors
         begin = ("normalize_inputs" if key == STATE else "unnormalize_outputs") + f".buffer_{key.replace('.', '_')}."
         stats = {name.removeprefix(begin): v for name, v in weights.items() if name.startswith(begin)}
         source = str(folder / "model.safetensors")
@@ -302,14 +302,14 @@ def _statistics(folder: Path, weights: Mapping[str, Tensor], key: str, mode: str
 
 
 def _find_vlm(folder: Path, name: str) -> str | None:
-    """Return the folder of the language model: beside the policy, where its name leads, or in transformers' cache."""
+    """Return the folder of the language model: in the policy's folder, by name as a path, or in the Hub's cache."""
     for candidate in (folder / "backbone", Path(name), folder / name):
         if (candidate / "config.json").is_file():
             return str(candidate)
     hub = require("huggingface_hub", extra="vla")
     try:
         return str(hub.snapshot_download(name, local_files_only=True))
-    except (OSError, ValueError):  # not there, or no name of a repository: the caller says what to do
+    except (OSError, ValueError):  # not cached, or no valid repository name
         return None
 
 
@@ -339,7 +339,7 @@ def _load_vlm(cfg: SmolVLACfg) -> tuple[Any, Any]:
 
 
 def _fit(image: Tensor, width: int, height: int) -> Tensor:
-    """Scale images ``[batch, 3, h, w]`` until they just fit, and fill up with black above and to the left."""
+    """Resize images ``[batch, 3, h, w]`` to fit, keeping their aspect ratio; pad with black at the top and left."""
     ratio = max(image.shape[3] / width, image.shape[2] / height)
     size = (int(image.shape[2] / ratio), int(image.shape[3] / ratio))
     scaled = F.interpolate(image, size=size, mode="bilinear", align_corners=False)

@@ -1,6 +1,6 @@
-"""The action expert of SmolVLA: layers that attend to what the language model read, and to the actions up to their own.
+"""The action expert of SmolVLA: layers that attend to the language model's keys and values, and causally to actions.
 
-Time runs as in ``flow.py``: what LeRobot calls ``t`` is ``1 - tau``, and its velocity points the other way.
+Time is that of ``flow.py``: LeRobot's ``t`` is ``1 - tau``, and its velocity has the opposite sign.
 """
 
 import math
@@ -18,48 +18,48 @@ from embodichain.errors import ConfigError
 from embodichain.extras import require
 
 ROPE_BASE = 10_000.0
-"""Longest wavelength of rotary positions; SmolVLA does not take it from its language model."""
+"""Base of rotary position embeddings; SmolVLA does not use that of its language model."""
 
 
 @configclass
 class SmolVLANetworkCfg(Config):
-    """What shapes the network; LeRobot's names."""
+    """Architecture of the network, with LeRobot's names."""
 
     max_state_dim: Size = 32
-    """Numbers that a state is filled up to."""
+    """Dimension to which states are padded."""
     max_action_dim: Size = 32
-    """Numbers that an action is filled up to."""
+    """Dimension to which actions are padded."""
     resize_imgs_with_padding: tuple[Size, Size] | None = (512, 512)
-    """Width and height that images are scaled to, their sides in proportion, black above and to the left."""
+    """Width and height of resized images; they keep their aspect ratio and are padded at the top and left."""
     tokenizer_max_length: Size = 48
-    """Tokens of an instruction; what is longer is cut."""
+    """Maximum number of tokens of an instruction; longer ones are truncated."""
     add_image_special_tokens: bool = False
-    """Whether images stand between tokens of their own."""
+    """Whether special tokens enclose each image."""
     empty_cameras: Annotated[int, Field(ge=0, le=64)] = 0
-    """Images that are always missing: of them, only those tokens are left."""
+    """Number of missing images, of which only the special tokens are used."""
     attention_mode: Literal["cross_attn", "self_attn"] = "cross_attn"
-    """Whether layers of the expert attend to the context alone, or to the actions as well."""
+    """Whether layers of the expert attend to the context only, or also to the actions."""
     num_vlm_layers: int = 16
-    """First layers of the language model that are used; all if not positive."""
+    """Number of layers of the language model that are used; all if not positive."""
     num_expert_layers: int = -1
-    """Layers of the expert; as many as of the language model if not positive."""
+    """Number of layers of the expert; as many as the language model has if not positive."""
     self_attn_every_n_layers: int = 2
-    """For cross_attn: every so many layers also attend to the actions; none if not positive."""
+    """For cross_attn: every n-th layer also attends to the actions; none if not positive."""
     expert_width_multiplier: Positive = 0.75
-    """Width of the expert, in that of the language model."""
+    """Width of the expert, relative to the language model."""
     min_period: Positive = 4e-3
-    """Shortest period of the waves that tell the time."""
+    """Shortest period of the sinusoidal time embedding."""
     max_period: Positive = 4.0
-    """Longest of them."""
+    """Longest period of the sinusoidal time embedding."""
 
     def attends_to_actions(self, layer: int) -> bool:
-        """Tell whether a layer also attends to the actions."""
+        """Return whether a layer also attends to the actions."""
         every = self.self_attn_every_n_layers
         return self.attention_mode == "self_attn" or (every > 0 and layer % every == 0)
 
 
 class ActionExpert(nn.Module):
-    """Velocities of noisy actions, given the keys and values of the language model."""
+    """Predicts the velocity of noisy actions, given the keys and values of the language model."""
 
     def __init__(self, text_config: Any, cfg: SmolVLANetworkCfg) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class ActionExpert(nn.Module):
         self.layers, self.norm = model.layers, model.norm
         self.head_dim = int(text_config.head_dim)
         self.at = [i * (depth // own_depth) for i in range(own_depth)]
-        """The layer of the language model whose keys and values each layer attends to."""
+        """For each layer, the layer of the language model whose keys and values it attends to."""
         self.with_actions = [cfg.attends_to_actions(at) for at in self.at]
         kv_width = int(text_config.num_key_value_heads) * self.head_dim
         for own, (layer, at) in enumerate(zip(self.layers, self.at, strict=True)):
@@ -115,7 +115,7 @@ class ActionExpert(nn.Module):
         return torch.stack(parts[0], dim=1), torch.stack(parts[1], dim=1)
 
     def forward(self, context: TensorDictBase, actions: Tensor, time: Tensor) -> Tensor:
-        """Return velocities of actions ``[batch, count, chunk_size, dim]`` at ``time`` ``[batch, count]``."""
+        """Return the velocities of actions ``[batch, count, chunk_size, dim]`` at ``time`` ``[batch, count]``."""
         x = self.action_in_proj(actions)
         waves = _waves(time, x.shape[-1], self.periods).unsqueeze(-2).expand_as(x)
         x = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(torch.cat([x, waves], dim=-1))))
@@ -133,17 +133,17 @@ class ActionExpert(nn.Module):
                 own = (rotate(key, after_context), value)
             else:
                 query = rotate(query, place)
-            taken = _attend(query, context["keys"][:, i], context["values"][:, i], context["valid"], own)
-            x = x + attention.o_proj(taken)
+            attended = _attend(query, context["keys"][:, i], context["values"][:, i], context["valid"], own)
+            x = x + attention.o_proj(attended)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.action_out_proj(self.norm(x))
 
 
 class ExpertFlowHead(FlowHead):
-    """Denoises by an ``ActionExpert``. Features are a TensorDict: ``keys``, ``values``, ``valid``, and ``state``."""
+    """A flow head with an ``ActionExpert``; features are a TensorDict of ``keys``, ``values``, ``valid``, ``state``."""
 
     def velocity(self, features: TensorDictBase, x: Tensor, time: Tensor) -> Tensor:
-        """Return the velocity of ``x`` ``[batch, ..., chunk_size, dim]``, with one dimension more or none."""
+        """Return the velocity of ``x``, ``[batch, chunk_size, dim]`` or ``[batch, count, chunk_size, dim]``."""
         if x.ndim == 3:
             return self.velocity(features, x.unsqueeze(1), time.unsqueeze(1)).squeeze(1)
         return -self.velocity_net(features, x.float(), 1.0 - time).float()
@@ -154,11 +154,11 @@ class ExpertFlowHead(FlowHead):
         return torch.cat([state, time_waves(time)], dim=-1)
 
     def each_step(self, features: Any, count: int) -> Any:
-        return features  # the expert lets all steps attend to the same keys
+        return features  # in the expert, all steps attend to the same keys
 
 
 def _waves(time: Tensor, width: int, periods: tuple[float, float]) -> Tensor:
-    """Return sines and cosines ``[..., width]`` of a time, of geometrically spaced periods."""
+    """Return a sinusoidal embedding ``[..., width]`` of a time, with geometrically spaced periods."""
     share = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=time.device)
     period = periods[0] * (periods[1] / periods[0]) ** share
     angle = time.double().unsqueeze(-1) * (2.0 * math.pi / period)
@@ -166,7 +166,7 @@ def _waves(time: Tensor, width: int, periods: tuple[float, float]) -> Tensor:
 
 
 def rotate(x: Tensor, place: Tensor) -> Tensor:
-    """Return ``x`` ``[..., n, heads, head_dim]`` with rotary positions ``place`` ``[..., n]``."""
+    """Apply rotary position embeddings to ``x`` ``[..., n, heads, head_dim]`` at positions ``place`` ``[..., n]``."""
     half = x.shape[-1] // 2
     wavelength = ROPE_BASE ** (torch.arange(half, dtype=torch.float32, device=x.device) / half)
     angle = (place.float().unsqueeze(-1) / wavelength).unsqueeze(-2)
@@ -176,18 +176,20 @@ def rotate(x: Tensor, place: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, own: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return what queries ``[batch, count, n, heads, d]`` take from the context ``[batch, m, kv_heads, d]`` and, with
-    ``own`` keys and values ``[batch, count, n, kv_heads, d]``, from those up to their own place."""
+    """Return the attention output of queries ``[batch, count, n, heads, d]``.
+
+    They attend to the context ``[batch, m, kv_heads, d]`` and, causally, to ``own`` keys and values
+    ``[batch, count, n, kv_heads, d]`` if given.
+    """
     grouped = query.unflatten(3, (keys.shape[2], -1)) * query.shape[-1] ** -0.5
     scores = torch.einsum("bcnhgd,bmhd->bcnhgm", grouped, keys)
     scores = scores.masked_fill(~valid.view(valid.shape[0], 1, 1, 1, 1, -1), -torch.inf)
     if own is None:
-        taken = torch.einsum("bcnhgm,bmhd->bcnhgd", scores.softmax(-1), values)
-        return taken.flatten(3)
+        return torch.einsum("bcnhgm,bmhd->bcnhgd", scores.softmax(-1), values).flatten(3)
     count = query.shape[2]
     later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1).view(1, 1, count, 1, 1, count)
     among = torch.einsum("bcnhgd,bcmhd->bcnhgm", grouped, own[0]).masked_fill(later, -torch.inf)
     weight = torch.cat([scores, among], dim=-1).softmax(-1)
     context, rest = weight.split([keys.shape[1], count], dim=-1)
-    taken = torch.einsum("bcnhgm,bmhd->bcnhgd", context, values)
-    return (taken + torch.einsum("bcnhgm,bcmhd->bcnhgd", rest, own[1])).flatten(3)
+    attended = torch.einsum("bcnhgm,bmhd->bcnhgd", context, values)
+    return (attended + torch.einsum("bcnhgm,bcmhd->bcnhgd", rest, own[1])).flatten(3)

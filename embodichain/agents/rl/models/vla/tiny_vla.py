@@ -1,7 +1,8 @@
-"""``TinyVLA``: a vision-language-action model of little more than a million parameters, fit for a CPU.
+"""``TinyVLA``: a vision-language-action model with about a million parameters, small enough for a CPU.
 
-A few readout tokens, conditioned on the instruction, attend to the patches of all cameras and the bytes of the
-instruction, layer by layer. With proprioception they become the chunk and the value. Patches ignore each other.
+A few readout tokens, conditioned on the instruction, cross-attend to the patches of all cameras and the bytes of the
+instruction. Together with proprioception, they are mapped to the chunk and the value. Patches do not attend to each
+other.
 """
 
 from itertools import pairwise
@@ -17,11 +18,11 @@ from embodichain.config.classes import Layers, Size, configclass
 from embodichain.errors import ConfigError
 
 PAD = 0
-"""The byte that ends an instruction; no text contains it."""
+"""The byte that pads instructions; no text contains it."""
 
 
 class ByteTokenizer(nn.Module):
-    """Embeds ``stride`` neighbouring UTF-8 bytes as one token with its position: ``[batch, length]`` to tokens."""
+    """Embeds UTF-8 bytes ``[batch, length]``, ``stride`` adjacent ones per token, with a positional embedding."""
 
     def __init__(self, length: int, width: int, stride: int = 4) -> None:
         super().__init__()
@@ -43,25 +44,25 @@ class TinyVLACfg(VLAModelCfg):
     """Settings of ``TinyVLA``."""
 
     width: Size = 128
-    """Numbers per token."""
+    """Width of tokens."""
     depth: Layers = 2
-    """Layers of attention."""
+    """Number of attention layers."""
     num_readouts: Layers = 4
-    """Readout tokens, which carry information from the context to the heads."""
+    """Number of readout tokens, which carry information from the context to the heads."""
     hidden_size: Size = 256
     """Width of the heads' hidden layers."""
     num_heads: Layers = 4
-    """Attention heads; they divide the width."""
+    """Number of attention heads, a divisor of the width."""
     patch_size: Literal[2, 4, 8, 16, 32] = 8
-    """Pixels along a side of one patch; it divides height and width of every image."""
+    """Side of a patch in pixels, a divisor of the height and width of every image."""
     bytes_per_token: Size = 4
-    """Bytes of the instruction that make one token."""
+    """Bytes of the instruction per token."""
     value_shapes_perception: bool = True
-    """Whether the gradient of the value also trains perception; ``false`` preserves what was imitated."""
+    """Whether the value loss also trains the encoders; ``false`` preserves what imitation learned."""
 
 
 class PatchEncoder(nn.Module):
-    """Turns images ``[batch, C, H, W]`` into one token per patch ``[batch, n, width]``, by overlapping convolutions."""
+    """Encodes images ``[batch, C, H, W]`` as one token per patch ``[batch, n, width]``, by overlapping convolutions."""
 
     pixels: Tensor
 
@@ -96,16 +97,16 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what each query takes from ``context``; ``mask`` ``[batch, n]`` is true for the tokens that count."""
+        """Return the attention output ``[batch, q, width]``; ``mask`` ``[batch, n]`` is true for valid tokens."""
         query = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         key, value = self.key_value(context).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         allowed = None if mask is None else mask[:, None, None, :]
-        taken = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
-        return self.out(taken.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
-    """Readouts attend to the context (``look``), then to each other (``talk``), then pass a perceptron (``think``)."""
+    """Cross-attention of readouts to the context (``look``), self-attention (``talk``), then an MLP (``think``)."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class TinyVLA(VLAModel):
         return Decoded(mean, self.to_value(features).squeeze(-1).float(), points, given)
 
     def _context(self, obs: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return all tokens, which of them count ``[batch, n]``, and the instruction as one vector."""
+        """Return all tokens, the mask of valid ones ``[batch, n]``, and the instruction as one vector."""
         tokens = torch.cat([self.eyes[name](self.image(obs, name)) for name in self.cfg.cameras], dim=1)
         mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         instruction = None
@@ -178,7 +179,7 @@ class TinyVLA(VLAModel):
 
 
 def _head(width: int, hidden: int, out: int) -> nn.Sequential:
-    """Return a perceptron whose output is close to zero at first."""
+    """Return an MLP whose initial output is close to zero."""
     last = nn.Linear(hidden, out)
     nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)

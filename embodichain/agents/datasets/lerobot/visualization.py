@@ -1,4 +1,4 @@
-"""An episode to look at: a sheet of its images and curves, or a film of its cameras side by side."""
+"""Visualizes an episode: a contact sheet with images and plots, or a video of all cameras side by side."""
 
 from __future__ import annotations
 
@@ -14,26 +14,22 @@ from embodichain.errors import DatasetError
 
 _COLUMNS = 8
 _CURVES = 6
-"""So many vectors are drawn at most: actions, state and reward first."""
+"""Maximum number of plots."""
 _FIRST = ("action", "observation.state", "next.reward")
+"""Features that are plotted first."""
 _LONGEST = 16
-"""Vectors of more numbers are not drawn."""
+"""Longer vectors are not plotted."""
 
 Images = NDArray[np.uint8]
 
 
 def camera_images(reader: LeRobotReader, episode: Episode) -> dict[str, Images]:
     """Return the images ``[length, height, width, 3]`` of every camera."""
-    found = {}
-    for feature in reader.features:
-        if feature.is_camera:
-            values = np.concatenate([piece.numpy() for piece in episode.frames[feature.leaf.key]])
-            found[feature.name] = np.moveaxis(values, 1, -1) if feature.channels_first else values
-    return found
+    return {feature.name: feature.values(episode) for feature in reader.features if feature.is_camera}
 
 
 def curves(reader: LeRobotReader, episode: Episode) -> dict[str, NDArray[np.float64]]:
-    """Return vectors ``[length, n]`` to draw: those that matter most, as far as there is room."""
+    """Return the first ``_CURVES`` vectors ``[length, n]`` to plot, by feature name."""
     found = {}
     for feature in sorted(reader.features, key=lambda f: _FIRST.index(f.name) if f.name in _FIRST else len(_FIRST)):
         if (
@@ -42,13 +38,12 @@ def curves(reader: LeRobotReader, episode: Episode) -> dict[str, NDArray[np.floa
             or feature.name in ("next.terminated", "next.truncated")
         ):
             continue
-        values = np.concatenate([piece.numpy() for piece in episode.frames[feature.leaf.key]])
-        found[feature.name] = values.reshape(episode.length, -1).astype(np.float64)
+        found[feature.name] = feature.values(episode).reshape(episode.length, -1).astype(np.float64)
     return dict(list(found.items())[:_CURVES])
 
 
 def contact_sheet(reader: LeRobotReader, episode: Episode, out: Path, title: str) -> Path:
-    """Draw images at even times and curves of the numbers to a PNG file, and return its path."""
+    """Write evenly spaced images and plots of the vectors to a PNG file, and return its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second to import
     from matplotlib.figure import Figure
 
@@ -87,7 +82,7 @@ def contact_sheet(reader: LeRobotReader, episode: Episode, out: Path, title: str
 
 
 def film(reader: LeRobotReader, episode: Episode, out: Path, title: str) -> Path:
-    """Write the cameras side by side, at the speed of the recording, to a video, and return its path."""
+    """Write a video of all cameras side by side, at the recorded frame rate, and return its path."""
     cameras = list(camera_images(reader, episode).values())
     if not cameras:
         raise DatasetError(f"{reader.root} has no cameras to show: --out FILE.png draws curves")
@@ -95,15 +90,15 @@ def film(reader: LeRobotReader, episode: Episode, out: Path, title: str) -> Path
     video = VideoWriter(out, reader.fps)
     try:
         for frame in range(episode.length):
-            scaled = [_enlarged(images[frame], height) for images in cameras]
-            video.append(caption(np.concatenate(scaled, axis=1), title))
+            padded = [_padded(images[frame], height) for images in cameras]
+            video.append(caption(np.concatenate(padded, axis=1), title))
         video.close()
     finally:
         video.close(keep=False)
     return video.path
 
 
-def _enlarged(image: Images, height: int) -> Images:
-    """Return an image of this height; others get a border below."""
+def _padded(image: Images, height: int) -> Images:
+    """Pad an image at the bottom to this height."""
     missing = height - image.shape[0]
     return np.pad(image, ((0, missing), (0, 0), (0, 0))) if missing else image
