@@ -112,7 +112,8 @@ class CameraVLA:
         batch = self.sizes.num_envs * self.sizes.num_steps // 2
         own: dict[str, Any] = {"batch_size": batch, "n_epochs": self.sizes.epochs, "device": str(self.device)}
         if self.head == "flow":
-            own["log_prob_per"] = "chunk"  # the likelihood of the whole chain
+            # The likelihood of the whole chain; without the warm-up Adam's first steps move it by tens of nats.
+            own |= {"log_prob_per": "chunk", "lr_warmup": 10}
         return PPOCfg.from_dict({**recipe, **own, "mixed_precision": "tf32", "cuda_graphs": False})
 
     def _success(self, policy: Policy) -> float:

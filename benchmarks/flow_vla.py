@@ -4,6 +4,7 @@
 
     python -m benchmarks.flow_vla                          # both parts, on a GPU; about five minutes
     python -m benchmarks.flow_vla --parts billion
+    python -m benchmarks.flow_vla --parts async --rollouts 40 --start FOLDER    # seeds that are there are not run again
     python -m benchmarks.flow_vla --small                  # in small and on the CPU, to see that it runs
 
 ``async``: ``PushCubeLanguageRL`` from camera pictures, as in ``benchmarks.async_vla``, with a flow head on 129 M
@@ -48,6 +49,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=["async", "billion"], default=["async", "billion"])
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--rollouts", type=int, help="rollouts per run")
+    parser.add_argument("--start", type=Path, help="folder that keeps the imitated policy, or has it")
+    parser.add_argument("--again", action="store_true", help="run seeds that are in the results already, too")
     parser.add_argument("--small", action="store_true", help="in small, on the CPU; nothing is judged")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     return parser.parse_args(argv)
@@ -63,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     content["machine"] = machine(("torch", "mujoco", "tensordict")) | {"gpu": name}
     holds = True
     for part in args.parts:
-        made = compare(scale, args.seeds, args.rollouts) if part == "async" else [billion(scale, args.small)]
+        before = {} if args.again else content.get(part, {})
+        made = compare(scale, args, before) if part == "async" else [billion(scale, args.small)]
         for figures in made:  # so far: what was measured is there, whatever ends the benchmark
             content[part] = figures
             path.write_text(json.dumps(content, indent=1) + "\n")
@@ -71,21 +75,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if holds else 1
 
 
-def compare(scale: Scale, seeds: int, rollouts: int | None) -> Iterator[dict[str, Any]]:
-    """Train with both ways from the same policy, seed by seed; yield the runs so far and what follows."""
-    case = CameraVLA(scale, rollouts=rollouts, head="flow")
+def compare(scale: Scale, args: argparse.Namespace, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Train with both ways from the same policy, seed by seed; yield the runs so far and what follows.
+
+    Runs of earlier calls that are as long are kept. Where their policy is gone, another one was imitated for the seeds
+    that follow, which is the same for both ways.
+    """
+    rollouts = args.rollouts or scale.sizes.rollouts
+    done = finished_seeds(before, rollouts)
+    runs: dict[str, list[dict[str, Any]]] = {way: before["runs"][way] if done else [] for way in (SYNC, ASYNC)}
+    starts = before["starts"] if done else []
+    if done >= args.seeds:
+        yield before
+        return
+    case = CameraVLA(scale, rollouts=rollouts, start=args.start, head="flow")
     for line in case.words():
         print(line, flush=True)
-    runs: dict[str, list[dict[str, Any]]] = {SYNC: [], ASYNC: []}
-    for seed in range(seeds):
+    for seed in range(done, args.seeds):
         for way in runs:
             outcome = run(case, way, seed)
             print(f"  seed {seed}, {way}: {outcome.line()}", flush=True)
             runs[way].append(outcome.to_dict())
-        yield _summary(case, runs)
+        starts.append(case.start_success)
+        yield _summary(case, runs, starts)
 
 
-def _summary(case: CameraVLA, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def finished_seeds(figures: dict[str, Any], rollouts: int) -> int:
+    """Return for how many seeds both ways are there, with so many rollouts."""
+    runs = figures.get("runs", {}).get(ASYNC, []) if "starts" in figures else []
+    return len(runs) if all(len(run["curve"]) == rollouts for run in runs) else 0
+
+
+def _summary(case: CameraVLA, runs: dict[str, list[dict[str, Any]]], starts: list[float]) -> dict[str, Any]:
     """Print and return what follows from as many runs of both ways."""
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(runs[SYNC], runs[ASYNC], strict=True)]
     finals = {way: [one["final"] for one in made] for way, made in runs.items()}
@@ -95,7 +116,7 @@ def _summary(case: CameraVLA, runs: dict[str, list[dict[str, Any]]]) -> dict[str
     holds = rate >= BAR and means[ASYNC] >= means[SYNC] - 2.0 * spread
     print(f"asynchronous: {rate:.2f} times the rate (bar {BAR}), seed by seed {[round(r, 2) for r in ratios]}")
     print(f"final success: {SYNC} {means[SYNC]:.1%}, {ASYNC} {means[ASYNC]:.1%}; before: {case.start_success:.0%}")
-    shown = {"what": case.words(), "ratios": ratios, "final": finals, "start": case.start_success}
+    shown = {"what": case.words(), "ratios": ratios, "final": finals, "starts": starts}
     return {**shown, "holds": holds, "runs": runs}
 
 

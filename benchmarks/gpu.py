@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu                                  # everything
     python -m benchmarks.gpu --only env update --out results.json
+    python -m benchmarks.gpu --only env --ids Ant-v5 QuadrupedVelocityRL
 
 ``update``: one PPO update of 4096 envs x 24 steps, observation 48, action 12, two MLPs of 256, 256, 5 epochs of 4
 minibatches, against rsl_rl and against our own steps without CUDA graphs. ``env``: a step of ``PushCubeRL`` with
@@ -23,7 +24,7 @@ import torch
 import tyro
 from tensordict import TensorDict
 
-from benchmarks.gpu_envs import cameras, env, iteration
+from benchmarks.gpu_envs import SUITE, WALKERS, cameras, env, iteration
 from benchmarks.gpu_learning import learn
 from benchmarks.gpu_peers import RslRl
 from benchmarks.gpu_stream import stream
@@ -45,6 +46,8 @@ class Args:
 
     only: tuple[Section, ...] = ("update", "env", "iteration", "learn", "cameras", "stream")
     """Sections to run."""
+    ids: tuple[str, ...] = ("PushCubeRL", *SUITE, *WALKERS)
+    """Environments of the section ``env``."""
     rounds: int = 9
     """Turns of each contender."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -92,7 +95,7 @@ def main(args: Args) -> None:
     """Run the sections and write the figures, after each of them."""
     sections: dict[str, Callable[[int], list[Row]]] = {
         "update": update,
-        "env": env,
+        "env": lambda rounds: env(rounds, args.ids),
         "iteration": iteration,
         "learn": lambda _: learn(args.seeds),
         "cameras": cameras,

@@ -1,12 +1,12 @@
 """Where the time goes when a policy learns from images on one GPU, and how long it takes from nothing to 90% success.
 
     python -m benchmarks.gpu_cameras                          # everything
-    python -m benchmarks.gpu_cameras --only env train --profile False
+    python -m benchmarks.gpu_cameras --only env train --no-profile
     python -m benchmarks.gpu_cameras --only learn --seeds 0 1 2 --set algorithm.cfg.n_epochs=2
 
 ``env``: a step of the environment of ``train_config_camera_gpu.json`` with CUDA graphs and without, without its
 cameras, and what rendering alone takes: images of all envs, and of the few that were reset. ``outputs``: the same step
-with depth and segmentation. ``train``: acting, collecting, one update and a whole iteration. ``learn``: training until
+with depth and segmentation. ``train``: collecting, one update and a whole iteration. ``learn``: training until
 an evaluation shows 90% success. With ``--profile``, a table of kernels follows the figures of ``env`` and ``train``.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -156,7 +156,7 @@ def outputs(config: dict[str, Any], args: Args) -> list[Row]:
 
 
 def train(config: dict[str, Any], args: Args) -> list[Row]:
-    """Measure acting, collecting, learning, and all of it."""
+    """Measure collecting, learning, and both."""
     seed_everything(0)
     made = build_env(config)
     policy = build_policy(config["policy"], made.observation_space, made.action_space, DEVICE)
@@ -169,15 +169,8 @@ def train(config: dict[str, Any], args: Args) -> list[Row]:
     for _ in range(4):  # compiles and records
         rollout = collector.collect(num_steps)
         algorithm.update(rollout)
-    obs = made.reset()[0]
-
-    def act() -> None:
-        with torch.no_grad():
-            for _ in range(num_steps):
-                collector._decider.decide(obs, None, collector._values.deferred, False)
 
     contenders: dict[str, Turn] = {
-        "act": (nothing, act),
         "collect": (nothing, lambda: collector.collect(num_steps)),
         "update": (nothing, lambda: algorithm.update(rollout)),
         "iteration": (nothing, lambda: algorithm.update(collector.collect(num_steps))),
@@ -192,9 +185,10 @@ def train(config: dict[str, Any], args: Args) -> list[Row]:
     return rows
 
 
-def learn(config: dict[str, Any], args: Args) -> list[Row]:
+def learn(config: dict[str, Any], args: Args) -> Iterator[Row]:
     """Train once per seed, and tell when an evaluation first showed 90% success."""
-    return [learn_once(config, seed) for seed in args.seeds]
+    for seed in args.seeds:
+        yield learn_once(config, seed)
 
 
 def learn_once(config: dict[str, Any], seed: int) -> Row:
@@ -260,16 +254,19 @@ def show_kernels(title: str, work: Callable[[], Any], count: int = 30) -> None:
 
 
 def main(args: Args) -> None:
-    """Run the sections and write the figures, after each of them."""
+    """Run the sections and write the figures, after each of them; others of the same settings stay in the file."""
     config = load(args)
+    sections: dict[Section, Callable[[dict[str, Any], Args], Iterable[Row]]]
     sections = {"env": env, "outputs": outputs, "train": train, "learn": learn}
     described = {"gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "none", **machine(PACKAGES)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
+    found = json.loads(args.out.read_text()) if args.out.exists() else {}
+    rows = {(row["section"], row["name"]): row for row in found.get("rows", ()) if found["set"] == list(args.set)}
     for name in args.only:
-        rows += sections[name](config, args)
-        content = {"machine": described, "set": list(args.set), "rounds": args.rounds, "rows": rows}
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        for row in sections[name](config, args):
+            rows[row["section"], row["name"]] = row
+            content = {"machine": described, "set": list(args.set), "rounds": args.rounds, "rows": [*rows.values()]}
+            args.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

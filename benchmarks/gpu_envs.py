@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ WALKERS = ("QuadrupedVelocityRL", "BipedVelocityRL")
 """Robots that walk."""
 
 
-def env(rounds: int) -> list[Row]:
+def env(rounds: int, ids: Sequence[str] = ("PushCubeRL", *SUITE, *WALKERS)) -> list[Row]:
     """Measure the environment alone."""
     rows, count = [], 24
-    for id, num_envs in [("PushCubeRL", n) for n in (1024, 4096, 16384)] + [(id, 4096) for id in (*SUITE, *WALKERS)]:
+    sizes = {"PushCubeRL": (1024, 4096, 16384)}
+    for id, num_envs in [(name, size) for name in ids for size in sizes.get(name, (4096,))]:
         ours = make_env(num_envs, id=id)
         actions = torch.rand(count, num_envs, ours.action_manager.action_dim, device="cuda") * 2 - 1
         for action in actions:  # away from the first moment, in which all envs are alike

@@ -61,7 +61,8 @@ class Cloning:
     eval_episodes: int = 200
 
 
-TWO_WAY = Cloning("PushAroundRL", 4, 1000, 0.1, 12_000, batch_size=128, evaluations=4)
+TWO_WAY = Cloning("PushAroundRL", 8, 4000, 0.05, 12_000, evaluations=4)
+"""The chunks contain the choice: the mean of shorter ones is soon on one side, where the next chunk goes on."""
 WEAK = Cloning("PushCubeRL", 2, 10, 0.1, 600, eval_episodes=256)
 """A few demonstrations: enough to begin with, not to succeed."""
 
@@ -93,11 +94,12 @@ class Outcome:
 
 def two_way_policy(head: str, chunk_size: int) -> dict[str, Any]:
     """Return the block of a policy; means and velocities have networks of one size, the decoder is of that order."""
-    network = {"type": "mlp", "network_cfg": {"hidden_sizes": [256, 256, 256], "activation": "silu"}}
+    network = {"type": "mlp", "network_cfg": {"hidden_sizes": [512, 512, 512], "activation": "silu"}}
     block: dict[str, Any] = {"name": head, "chunk_size": chunk_size, "critic": network, "normalize_obs": True}
     if head == "tokens":
         return block | {"tokens": {"width": 64, "depth": 2}}
-    return block | {"actor": network} | ({"flow": {"num_steps": 5, "start": "drawn"}} if head == "flow" else {})
+    flow = {"num_steps": 10, "start": "drawn", "imitation_samples": 4}
+    return block | {"actor": network} | ({"flow": flow} if head == "flow" else {})
 
 
 class Demonstrations:

@@ -9,8 +9,9 @@
 
 Every task is a config under ``configs/agents/rl``. On Gymnasium's tasks Stable-Baselines3 (the extra ``peers``) is
 trained with the same hyperparameters, and evaluated in the same way. ``learn.json`` is written after every run; what is
-in it already is not run again, so that a benchmark can be made in several calls. Each run is a process with cores of
-its own. The exit code is 1 if a claim does not hold, or if some of its runs are missing.
+in it already is not run again, and a run of ours that a time limit has stopped goes on from where it was, as its folder
+stays in ``OUTPUT/learn_runs``: a benchmark can be made in several calls. Each run is a process with cores of its own.
+The exit code is 1 if a claim does not hold, or if some of its runs are missing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.learn_report import Results, summarize, write_report
 from benchmarks.learn_runs import run_all
-from benchmarks.learn_tasks import PEER, ROOT, TASKS, Job, settings_of
+from benchmarks.learn_tasks import OURS, PEER, ROOT, TASKS, Job, settings_of
 from embodichain.extras import available
 
 
@@ -34,10 +36,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    parser.add_argument("--frameworks", nargs="+", choices=[OURS, PEER], default=[OURS, PEER], help="who is trained")
     parser.add_argument("--steps", type=int, help="environment steps per run (default: what the config says)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="cores per run")
-    parser.add_argument("--time-limit", type=float, help="seconds after which runs are stopped; curves so far are kept")
+    parser.add_argument("--time-limit", type=float, help="seconds after which runs are stopped; the next call goes on")
     parser.add_argument("--again", action="store_true", help="run what is in the results already, too")
     parser.add_argument("--merge", nargs="+", type=Path, default=[], help="only add the runs of these results")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
@@ -48,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code is 1 if a claim does not hold."""
     args = parse_args(argv)
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs are ended, too
     results = Results.read(args.output / "learn.json", {name: settings_of(name, args.steps) for name in TASKS})
     for file in args.merge:
         results.merge(json.loads(file.read_text()), str(file))
@@ -56,15 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             Job(task, framework, seed)
             for task in args.tasks
             for framework in TASKS[task].frameworks
+            if framework in args.frameworks
             for seed in range(args.seeds)
         ]
-        if not available(PEER):
+        if PEER in args.frameworks and not available(PEER):
             print("Stable-Baselines3 is not installed: pip install 'embodichain-agents[peers]'", file=sys.stderr)
             wanted = [job for job in wanted if job.framework != PEER]
         todo = [job for job in wanted if args.again or not results.has_finished(job)]
         command = shlex.join(["python", "-m", "benchmarks.learn", *(sys.argv[1:] if argv is None else argv)])
         deadline = None if args.time_limit is None else began + args.time_limit
-        for outcome in run_all(todo, results.settings, args.jobs, args.threads, args.steps, deadline):
+        home = args.output / "learn_runs"
+        for outcome in run_all(todo, results.settings, home, args.jobs, args.threads, args.steps, deadline):
             results.add(outcome, command)
     figures = {name: summarize(name, results.of_task(name), args.seeds) for name in TASKS if results.of_task(name)}
     results.write(figures)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -20,6 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 OURS, PEER = "embodichain", "stable_baselines3"
+INTERRUPTED = 75
+"""Exit status of a run that was asked to end, and goes on from there when it is started again."""
 
 
 @dataclass(frozen=True)
@@ -160,20 +163,23 @@ def _changed(value: Any) -> Any:
     return changed
 
 
-def run_job(job: Job, folder: Path, steps: int | None = None) -> None:
-    """Train; ``folder`` gets a ``metrics.jsonl``."""
+def run_job(job: Job, folder: Path, steps: int | None = None) -> bool:
+    """Train, or go on with what was interrupted, and tell whether it is whole; writes ``FOLDER/metrics.jsonl``."""
     task = TASKS[job.task]
     if job.framework == PEER:
         from benchmarks.learn_sb3 import run_peer
 
         run_peer(task.path, job.seed, steps, folder / "metrics.jsonl", task.measure)
-        return
+        return True
     from rich.console import Console
 
-    from embodichain.agents.rl.train import train_from_config
+    from embodichain.agents.rl.train import resume_training, train_from_config
 
+    console = Console(stderr=True)
+    if (folder / "train_config.json").exists():
+        return resume_training(folder, console=console).reason != "interrupted"
     words = ["--trainer.seed", str(job.seed), "--trainer.run_dir", str(folder), "--trainer.eval_video", "false"]
-    train_from_config(task.path, [*words, *_overrides(steps)], console=Console(stderr=True))
+    return train_from_config(task.path, [*words, *_overrides(steps)], console=console).reason != "interrupted"
 
 
 def _overrides(steps: int | None) -> list[str]:
@@ -189,8 +195,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int)
     args = parser.parse_args(argv)
-    run_job(Job(args.task, args.framework, args.seed), args.folder, args.steps)
-    (args.folder / "cpu_seconds").write_text(f"{time.process_time():.1f}")
+    is_whole = run_job(Job(args.task, args.framework, args.seed), args.folder, args.steps)
+    clock = args.folder / "cpu_seconds"
+    before = float(clock.read_text()) if clock.exists() else 0.0
+    clock.write_text(f"{before + time.process_time():.1f}")
+    sys.exit(0 if is_whole else INTERRUPTED)
 
 
 if __name__ == "__main__":

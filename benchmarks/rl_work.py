@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium as gym
@@ -46,6 +46,8 @@ class Work:
 
 CARTPOLE = Work("CartPole-v1")
 HALF_CHEETAH = Work("HalfCheetah-v5", num_steps=64, epochs=10, width=256, learning_rate=3e-4)
+HALF_CHEETAH_64 = replace(HALF_CHEETAH, width=64)
+"""With the networks of the shipped config."""
 
 
 class Clip(gym.vector.VectorWrapper):

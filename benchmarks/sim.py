@@ -158,6 +158,12 @@ def results(rounds: Rounds, ours: str) -> dict[str, Any]:
     return {name: {**rounds.summary(name), "ours_over_it": rounds.ratio(ours, name)} for name in rounds.windows}
 
 
+def write(found: dict[str, Any], file: Path) -> None:
+    """Write the figures."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=2) + "\n")
+
+
 def main() -> int:
     """Measure, print, write, and tell whether the bars hold."""
     args, console = tyro.cli(Args, description=__doc__), Console()
@@ -169,15 +175,17 @@ def main() -> int:
             continue
         made: dict[str, Any] = {"machine": machine(PACKAGES), "arguments": dataclasses.asdict(args) | {"output": None}}
         kept: list[Bar] = []
+        found[part] = made
         with Progress(console=console, transient=True) as progress:
             for num_envs in args.num_envs:
                 for task in names:
                     rounds = measure(task, num_envs, args, progress)
                     kept += bars(task, num_envs, rounds)
                     made[f"{task}, {num_envs} envs"] = results(rounds, OURS)
+                    made["bars"] = [dataclasses.asdict(bar) | {"holds": bar.holds} for bar in kept]
                     console.print(table(f"{task}, {num_envs} envs", rounds, OURS, "env steps/s"))
-        made["bars"] = [dataclasses.asdict(bar) | {"holds": bar.holds} for bar in kept]
-        found[part], promises = made, promises + kept
+                    write(found, args.output)  # whatever ends the benchmark, what was measured is there
+        promises += kept
     if args.frames:
         try:
             drawn = frames(args.rounds, args.window, args.patience)
@@ -189,8 +197,7 @@ def main() -> int:
     for bar in promises:
         verdict = "[green]holds[/]" if bar.holds else "[red]missed[/]"
         console.print(f"{verdict}  {bar.text}: {bar.ratio:.2f}{'' if bar.quiet else ' *'}", highlight=False)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(found, indent=2) + "\n")
+    write(found, args.output)
     return 0 if all(bar.holds for bar in promises) else 1
 
 

@@ -159,8 +159,15 @@ def machine(packages: Iterable[str]) -> dict[str, str | int]:
         "cores": cores(),
         "system": platform.system(),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
+        **{name: version for name in packages if (version := _version(name))},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:

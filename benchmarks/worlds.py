@@ -5,6 +5,7 @@
     python -m benchmarks.worlds --device cuda --jobs 4 --seeds 0 1 2        # all tasks with a train_config_gpu.json
     python -m benchmarks.worlds --device cpu --tasks push_cube stack_cube --jobs 1 --threads 2
     python -m benchmarks.worlds --report                                    # only sum up and draw what is there
+    python -m benchmarks.worlds --device cuda --merge OTHER/worlds.json     # add the runs of another machine
     python -m benchmarks.worlds --tasks push_cube --device cpu --time-limit 60 -- --trainer.num_envs 32
 
 A task is a folder of ``configs/agents/rl``: ``train_config_gpu.json`` for ``--device cuda``, ``train_config.json`` for
@@ -21,7 +22,6 @@ run.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -30,9 +30,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.processes import ROOT, start, stop
 from benchmarks.worlds_report import Run, WorldResults, claims, settings_digest, write_report
 
-ROOT = Path(__file__).parents[1]
 _PAUSE, _WRITE_EVERY = 0.5, 10.0
 _START_LIMIT = 600.0
 """Seconds after which a run that has not made its first update no longer keeps others from starting."""
@@ -57,14 +57,8 @@ class Worker:
         self.run.read(self.folder)
 
     def end(self) -> None:
-        """Stop it: at first so that it can save, and then for good."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.process.wait()
+        """Stop it, and read how far it came."""
+        stop([self.process])
         self.refresh()
 
 
@@ -85,6 +79,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep-going", action="store_true", help="train until the time is over, even at the goal")
     parser.add_argument("--again", action="store_true", help="run what is in the results already, too")
     parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--merge", nargs="+", type=Path, default=[], help="only add the runs of these results")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     args = parser.parse_args(words[:split])
     args.overrides = words[split + 1 :]
@@ -102,7 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs are ended, too
     args.output.mkdir(parents=True, exist_ok=True)
     results = WorldResults.read(args.output / "worlds.json")
-    if not args.report:
+    for file in args.merge:
+        results.merge(WorldResults.read(file))
+    if args.merge:
+        results.write()
+    elif not args.report:
         todo = [
             Run.of(task, args.device, seed, settings_digest(task, args.device, args.overrides), args.jobs)
             for seed in args.seeds  # all tasks once before any a second time, in case the time is short
@@ -144,8 +143,7 @@ def run_all(todo: Sequence[Run], results: WorldResults, args: argparse.Namespace
                 written = time.monotonic()
             time.sleep(_PAUSE)
     finally:
-        for worker in workers:
-            worker.end()
+        stop([worker.process for worker in workers])
         results.write()
 
 
@@ -157,26 +155,13 @@ def _start(run: Run, args: argparse.Namespace) -> Worker:
     words = ["--trainer.seed", str(run.seed), "--trainer.run_dir", str(folder / "run"), "--trainer.eval_video", "false"]
     words += ["--trainer.max_seconds", longest, *args.overrides]
     threads = str(args.threads)
-    variables = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": _search_path()}
+    variables = {"OMP_NUM_THREADS": threads}
     if args.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
         words += [] if "--trainer.gym_config.num_threads" in words else ["--trainer.gym_config.num_threads", threads]
     script = "import sys; from benchmarks.worlds_report import train; train(sys.argv[1], sys.argv[2:])"
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, str(run.path), *words],
-            cwd=folder,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+    process = start(["-c", script, str(run.path), *words], folder / "log", variables=variables, cwd=folder)
     return Worker(run, folder, process, time.monotonic())
-
-
-def _search_path() -> str:
-    """Return a PYTHONPATH with this repository in front, and whatever there was."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 if __name__ == "__main__":

@@ -191,13 +191,25 @@ class WorldResults:
         return results
 
     def is_over(self, run: Run) -> bool:
-        """Tell whether this run, with these settings, was made and came to its end."""
+        """Tell whether this run, with these settings, was made and came to its end.
+
+        One that ran out of time beside more others than this one will have may be tried again.
+        """
         old = self.runs.get(run.key)
-        return old is not None and old.settings == run.settings and old.status not in ("running", "failed")
+        if old is None or old.settings != run.settings or old.status in ("running", "failed"):
+            return False
+        return old.status != "out of time" or old.jobs <= run.jobs
 
     def add(self, run: Run) -> None:
         """Take in a run that begins."""
         self.runs[run.key] = run
+
+    def merge(self, others: WorldResults) -> None:
+        """Add other runs; one that is over with the settings of today is only replaced by another such one."""
+        for run in others.runs.values():
+            current = run.settings == settings_digest(run.task, run.device)
+            if run.key not in self.runs or (current and others.is_over(run)):
+                self.runs[run.key] = run
 
     def of(self, task: str, device: str) -> list[Run]:
         """Return the runs of a task, by seed."""
