@@ -1,6 +1,6 @@
 # Everything a newcomer needs. The first target that is run makes .venv; later runs start at once.
 PYTHON ?= python3
-JOBS ?= 3
+JOBS ?= 4
 ARGS ?=
 TORCH_INDEX ?=
 
@@ -11,7 +11,9 @@ EXTRAS_STAMP := $(VENV)/.extras-installed
 DOCS_STAMP := $(VENV)/.docs-installed
 LEROBOT_VENV := .venv-lerobot
 LEROBOT_STAMP := $(LEROBOT_VENV)/.installed
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Most modules of most packages are never imported: those that are get compiled then.
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(BIN)/python $(PIP_INSTALL) -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-extras test-lerobot docs check format install clean
@@ -29,10 +31,11 @@ demo: $(STAMP)  ## Watch the product do its main job in small, on the CPU
 	@$(BIN)/python examples/agents/datasets/train_from_stream.py --output outputs/demo/trained_policy.mp4
 
 test: $(STAMP)  ## Run the test suite
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not extra" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not extra" $(ARGS)
 
+# The tests that need lerobot are skipped here, except where LEROBOT_PYTHON names a Python that has it, as in .ci/run.
 test-extras: $(EXTRAS_STAMP)  ## Run the tests that need optional packages: Ray, LeRobot, ONNX, transformers, peers, robots, viewer, sweeps, docs
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "extra and not gpu" --all-extras $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "extra and not gpu" --all-extras $(ARGS)
 
 test-lerobot: $(EXTRAS_STAMP) $(LEROBOT_STAMP)  ## Compare with the real lerobot, in a Python of its own: recordings, policies
 	@OMP_NUM_THREADS=1 LEROBOT_PYTHON=$(CURDIR)/$(LEROBOT_VENV)/bin/python \
@@ -71,17 +74,17 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(EXTRAS_STAMP): $(STAMP)
 	@echo 'Installing optional packages into .venv (once) ...'
-	@$(PIP) -e ".[dev,ray,data,export,vla,peers,robots,viewer,sweep,docs]"
-	@touch $@
+	@$(PIP) --no-build-isolation -e ".[dev,ray,data,export,vla,peers,robots,viewer,sweep,docs]"
+	@touch $@ $(DOCS_STAMP)
 
 $(DOCS_STAMP): $(STAMP)
-	@$(PIP) -e ".[dev,docs]"
+	@$(PIP) --no-build-isolation -e ".[dev,docs]"
 	@touch $@
 
 # lerobot wants other versions of much that is in .venv, and packages that reading a dataset does not need.
 $(LEROBOT_STAMP): constraints-lerobot.txt
 	@test -x $(LEROBOT_VENV)/bin/python || $(PYTHON) -m venv $(LEROBOT_VENV)
 	@echo 'Installing lerobot into $(LEROBOT_VENV) (once) ...'
-	@$(LEROBOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	@$(LEROBOT_VENV)/bin/python $(PIP_INSTALL) --no-deps \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r constraints-lerobot.txt
 	@touch $@
