@@ -103,7 +103,7 @@ def all_jobs() -> Iterator[Job]:
     from embodichain.envs import MUJOCO_SUITE
     from embodichain.envs.registration import list_envs
 
-    alone: dict[str, Any] = {"cores": ALL, "gpu": "alone"}
+    alone: dict[str, Any] = {"cores": 4, "gpu": "alone"}
     shared: dict[str, Any] = {"gpu": "shared", "mps": True}
     out, seeds = ("--output", "{work}"), tuple(map(str, SEEDS))
     cameras = ("-m", "benchmarks.gpu_cameras", "--no-profile", "--out", "{work}/gpu_cameras.json", "--only")
@@ -117,24 +117,24 @@ def all_jobs() -> Iterator[Job]:
     yield Job("cameras, rates", "cameras", (*cameras, "env", "train"), 100, **alone)
     yield Job("cameras, seed 0", "cameras", (*cameras, "learn", "--seeds", "0"), 90, **alone)
     yield Job("envs beside mujoco_warp", "envs", (*envs, "--out", "{work}/gpu_envs.json"), 70, **alone)
-    yield Job("suite on the CPU", "sim", (*suite, "--output", "{work}/sim.json"), 190, cores=ALL)
-    yield Job("walker2d and ant", "learn", learn, 900, 8, least=60, left=learn_left)
+    yield Job("suite on the CPU", "sim", (*suite, "--output", "{work}/sim.json"), 190, cores=12)
     first_worlds = (*worlds, "--jobs", str(FIRST_AT_ONCE), "--tasks", *FIRST, "--seeds")
     left = worlds_left(FIRST, FIRST_AT_ONCE, (0,))
     yield Job("worlds, not known yet", "worlds", (*first_worlds, "0"), 300, 4, **shared, least=200, left=left)
     for name in sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")):
-        yield Job(f"tests/gpu/{name}", "tests", ("-m", "pytest", "-q", f"tests/gpu/{name}"), 60, gpu="shared")
-    yield Job("flow VLA", "flow", flow, 420, 8, gpu="alone", least=240, left=flow_left)
+        yield Job(f"tests/gpu/{name}", "tests", ("-m", "pytest", "-q", f"tests/gpu/{name}"), 60, 3, gpu="shared")
+    for spec in sorted(list_envs(), key=lambda spec: spec.id in MUJOCO_SUITE):
+        check = ("-m", "embodichain", "envs", "check", spec.id, "--device", "cuda")
+        yield Job(f"check {spec.id}", "checks", check, 40, 3, **shared)
+    yield Job("flow VLA", "flow", flow, 420, 8, **shared, least=240, left=flow_left)
     others = _other_worlds()
     more = (*worlds, "--jobs", str(OTHERS_AT_ONCE), "--seeds", *seeds, "--tasks", *others)
     left = worlds_left(others, OTHERS_AT_ONCE)
     yield Job("worlds, more seeds", "worlds", more, 520, 5, **shared, least=60, left=left)
-    for spec in sorted(list_envs(), key=lambda spec: spec.id in MUJOCO_SUITE):
-        check = ("-m", "embodichain", "envs", "check", spec.id, "--device", "cuda")
-        yield Job(f"check {spec.id}", "checks", check, 40, **shared)
     left = worlds_left(FIRST, FIRST_AT_ONCE)
     yield Job("worlds, the first again", "worlds", (*first_worlds, *seeds), 520, 4, **shared, least=200, left=left)
     yield Job("cameras, seeds 1 and 2", "cameras", (*cameras, "learn", "--seeds", "1", "2"), 170, 2, gpu="alone")
+    yield Job("walker2d and ant", "learn", learn, 900, 8, least=60, left=learn_left)
     heads = ("-m", "benchmarks.heads", "--parts", "reinforce", "--jobs", "8", *out)
     yield Job("heads, reinforced", "heads", heads, 900, 8, least=300, left=heads_left)
 
