@@ -121,11 +121,11 @@ class NotingEnv(GatedEnv):
 
     def __init__(self, gate: threading.Event) -> None:
         super().__init__(gate, at=2, pause=0.05)
-        self.ends = [time.monotonic()] * 2
+        self.finished = [time.monotonic()] * 2
 
     def step(self, action: Any) -> Any:
         result = super().step(action)
-        self.ends.append(time.monotonic())
+        self.finished.append(time.monotonic())
         return result
 
 
@@ -141,7 +141,7 @@ def test_failures_are_reports_and_a_long_step_can_be_seen() -> None:
     thread = threading.Thread(target=slow.collect, args=(slow.snapshot(),))
     thread.start()
     while thread.is_alive():
-        before_last = slow.actor._worker.env.ends[-2]  # the heartbeat after the last end may still be on its way
+        before_last = slow.actor._worker.env.finished[-2]  # the heartbeat after the last end may still be on its way
         status = slow.actor.status()
         if status["busy"]:
             assert status["seconds_ago"] <= time.monotonic() - before_last  # not since the rollout began
