@@ -4,7 +4,7 @@
 
     python -m benchmarks.flow_vla                          # both parts, on a GPU; about five minutes
     python -m benchmarks.flow_vla --parts billion
-    python -m benchmarks.flow_vla --parts async --rollouts 40 --start FOLDER    # seeds that are there are not run again
+    python -m benchmarks.flow_vla --parts async --rollouts 50 --start FOLDER    # seeds that are there are not run again
     python -m benchmarks.flow_vla --small                  # in small and on the CPU, to see that it runs
 
 ``async``: ``PushCubeLanguageRL`` from camera pictures, as in ``benchmarks.async_vla``, with a flow head on 129 M

@@ -133,13 +133,16 @@ class Planner:
     def copy(self) -> None:
         """Copy the results that are whole."""
         for name in ("gpu_all", *FILES):
-            file = self.work / f"{name}.json"
+            file, kept = self.work / f"{name}.json", RESULTS / f"{name}.json"
             try:
-                json.loads(file.read_text())
+                text = file.read_text()
+                json.loads(text)
             except (OSError, ValueError):  # not there, or being written
                 continue
+            if kept.exists() and kept.read_text() == text:  # nothing was measured: merging it later could undo others
+                continue
             partial = self.output / f".{file.name}"
-            shutil.copy(file, partial)
+            partial.write_text(text)
             partial.replace(self.output / file.name)
 
     def _begin(self) -> None:

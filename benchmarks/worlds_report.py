@@ -207,6 +207,8 @@ class WorldResults:
     def merge(self, others: WorldResults) -> None:
         """Add other runs; one that is over with the settings of today is only replaced by another such one."""
         for run in others.runs.values():
+            if run.status == "running" and not run.steps:  # killed before its first evaluation
+                continue
             current = run.settings == settings_digest(run.task, run.device)
             if run.key not in self.runs or (current and others.is_over(run)):
                 self.runs[run.key] = run
