@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from embodichain.agents.rl.algo import PPO, PPOCfg, gradient_steps
 from embodichain.agents.rl.algo.gradient_steps import GraphedSteps
 from embodichain.agents.rl.collector import SyncCollector, acting
 from embodichain.utils import cuda_graphs
-from embodichain.utils.cuda_graphs import WARM_UP, GraphedStep, Recorder, StepParts
+from embodichain.utils.cuda_graphs import WARM_UP, GraphedStep, Recorder, StepParts, copy_where
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
 
@@ -176,3 +177,14 @@ def test_replayed_decisions_are_ordinary_decisions(monkeypatch: pytest.MonkeyPat
             assert torch.equal(mine[name], other[name])
     assert fake.count == 2
     assert fake.replays == 2 * (6 - WARM_UP)
+
+
+def test_rows_are_copied_where_a_mask_is_true():
+    mask = torch.tensor([True, False, True])
+    for shape in ((3,), (3, 2), (3, 2, 2)):
+        target = torch.full(shape, math.nan)
+        copy_where(mask, torch.ones(shape), target)
+        assert torch.equal(target.isnan(), ~mask.view(-1, *[1] * (len(shape) - 1)).expand(shape))
+    flat = torch.zeros(3, 4)
+    copy_where(mask, torch.arange(2.0) + 1, flat[:, ::2])  # one row for all, into a view
+    assert flat.tolist() == [[1, 0, 2, 0], [0, 0, 0, 0], [1, 0, 2, 0]]

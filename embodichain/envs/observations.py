@@ -98,7 +98,7 @@ class PackedObservation(NamedTuple):
 
     def is_finite(self) -> Tensor:
         """Return for each env ``[n]`` whether all its vectors are finite."""
-        return self.vectors.isfinite().all(dim=1)
+        return torch.linalg.vector_norm(self.vectors, ord=1, dim=1) < torch.inf  # NaN compares as false
 
 
 class ObservationBuilder:
@@ -128,6 +128,8 @@ class ObservationBuilder:
         self.is_fresh = False
         """Whether the task returns newly allocated tensors, which need not be copied."""
         self._tree: dict[str, Any] = {}
+        self._order: Tensor | None = None
+        """On a GPU: the elements of the packed matrix, vector by vector."""
 
     def build(self, tree: dict[str, Any], env_ids: Tensor) -> PackedObservation:
         """Return the observation of these envs from the nested observation of their task."""
@@ -185,10 +187,26 @@ class ObservationBuilder:
         return self._sensors
 
     def unpack(self, packed: PackedObservation) -> TensorDict:
-        """Return a TensorDict ``[n]`` of views."""
-        vectors = [packed.vectors] if len(self._sizes) == 1 else packed.vectors.split_with_sizes(self._sizes, dim=1)
-        leaves = [*vectors, *packed.others]
-        return _to_tensordict(self._tree, leaves, packed.vectors.shape[:1], self._device)
+        """Return a TensorDict ``[n]`` of views; on a GPU the vectors are copied."""
+        if len(self._sizes) == 1:
+            vectors: Sequence[Tensor] = [packed.vectors]
+        elif self._device.type == "cpu":
+            vectors = packed.vectors.split_with_sizes(self._sizes, dim=1)
+        else:
+            vectors = self._contiguous(packed.vectors)
+        return _to_tensordict(self._tree, [*vectors, *packed.others], packed.vectors.shape[:1], self._device)
+
+    def _contiguous(self, packed: Tensor) -> list[Tensor]:
+        """Split the columns of a matrix ``[n, columns]`` into contiguous tensors with one kernel.
+
+        Only contiguous tensors can be copied together, by ``copy_together``, which also takes one kernel.
+        """
+        count = packed.shape[0]
+        if self._order is None or self._order.numel() != packed.numel():
+            places = torch.arange(packed.numel(), device=packed.device).view_as(packed)
+            self._order = torch.cat([part.flatten() for part in places.split(self._sizes, dim=1)])
+        parts = packed.flatten().index_select(0, self._order).split([count * size for size in self._sizes])
+        return [part.view(count, size) for part, size in zip(parts, self._sizes, strict=True)]
 
     def _lay_out(self, leaves: dict[Path, Tensor]) -> None:
         """Assign each leaf of the first observation to a position; later observations have the same leaves."""

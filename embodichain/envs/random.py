@@ -22,7 +22,7 @@ _MUL1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MUL2 = -7723592293110705685  # 0x94D049BB133111EB
 _SEED_MASK = (1 << 62) - 1  # non-negative, for readable logs
 _NOISE_DRAWS = 1 << 40  # offset of noise, far beyond the other draws of an episode
-_U1, _U27, _U30, _U31 = np.uint64(1), np.uint64(27), np.uint64(30), np.uint64(31)
+_U1, _U11, _U27, _U30, _U31 = (np.uint64(x) for x in (1, 11, 27, 30, 31))
 _UGAMMA, _UMUL1, _UMUL2 = (np.uint64(x & (2**64 - 1)) for x in (_GAMMA, _MUL1, _MUL2))
 KEY, EPISODE, SEED, DRAWS = range(4)
 
@@ -41,9 +41,12 @@ def mix(x: Tensor) -> Tensor:
 
 def _mix_array(x: np.ndarray) -> np.ndarray:
     """The same as ``mix``, on uint64 arrays."""
-    x = (x ^ (x >> _U30)) * _UMUL1
-    x = (x ^ (x >> _U27)) * _UMUL2
-    return x ^ (x >> _U31)
+    x = x ^ (x >> _U30)
+    x *= _UMUL1
+    x ^= x >> _U27
+    x *= _UMUL2
+    x ^= x >> _U31
+    return x
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
@@ -52,6 +55,13 @@ def combine(a: Tensor, b: Tensor) -> Tensor:
         hashed = _mix_array(_mix_array(a.numpy().view(np.uint64)) + (b.numpy().view(np.uint64) + _U1) * _UGAMMA)
         return torch.from_numpy(hashed.view(np.int64))
     return mix(mix(a) + (b + 1) * _GAMMA)
+
+
+def _unit_interval(hashed: Tensor) -> Tensor:
+    """Map hashed int64 values to float64 in [0, 1); 53 bits fill a double."""
+    if hashed.device.type == "cpu":
+        return torch.from_numpy((hashed.numpy().view(np.uint64) >> _U11) * 2.0**-53)
+    return _shift_right(hashed, 11).to(torch.float64) * 2.0**-53
 
 
 def channel(name: str, device: torch.device | str) -> Tensor:
@@ -88,15 +98,18 @@ class RandomStreams:
 
     def next_episode(self, env_ids: Tensor, seeds: Tensor | None = None) -> None:
         """Advance each stream to its next episode, or to the episodes with ``seeds`` ``[len(env_ids)]``."""
-        rows = self.state[env_ids]
-        derived = combine(rows[:, KEY], rows[:, EPISODE]) & _SEED_MASK if seeds is None else seeds
-        entered = torch.stack((rows[:, EPISODE] + 1, derived, torch.zeros_like(derived)), dim=1)
-        self.state[env_ids, EPISODE:] = entered  # adjacent columns: episode, seed, draws
+        rows = self.state.index_select(0, env_ids)
+        key, episode, seed, draws = rows.unbind(1)
+        seed.copy_(combine(key, episode) & _SEED_MASK if seeds is None else seeds)
+        episode.add_(1)
+        draws.zero_()
+        self.state.index_copy_(0, env_ids, rows)
 
     def uniform(self, env_ids: Tensor, size: int, low: float | Tensor = 0.0, high: float | Tensor = 1.0) -> Tensor:
         """Sample float64 ``[len(env_ids), size]`` from [low, high)."""
-        drawn = self.state[env_ids, DRAWS]
-        self.state[env_ids, DRAWS] = drawn + size
+        draws = self.state[:, DRAWS]
+        drawn = draws.index_select(0, env_ids)
+        draws.index_copy_(0, env_ids, drawn + size)
         return low + (high - low) * self._unit(env_ids, drawn, size)
 
     def normal(self, env_ids: Tensor, size: int) -> Tensor:
@@ -111,8 +124,7 @@ class RandomStreams:
         seeds = combine(self.state[env_ids, SEED], channel)
         begins = first.unsqueeze(1) if isinstance(first, Tensor) else first
         index = (begins + torch.arange(size, device=self.state.device)).view(-1, size)
-        bits = _shift_right(combine(seeds.unsqueeze(1), index), 11)
-        return bits.to(torch.float64) * 2.0**-53
+        return _unit_interval(combine(seeds.unsqueeze(1), index))
 
     def noise(self, env_ids: Tensor, step: Tensor, size: int) -> Tensor:
         """Return standard normal float64 ``[len(env_ids), size]``, a function of (episode seed, step) only."""
@@ -121,5 +133,5 @@ class RandomStreams:
     def _unit(self, env_ids: Tensor, first: Tensor, size: int) -> Tensor:
         """Return numbers ``first .. first + size`` of the episodes' sequences, float64 in [0, 1)."""
         index = first.unsqueeze(1) + torch.arange(size, device=self.state.device)
-        bits = _shift_right(combine(self.state[env_ids, SEED].unsqueeze(1), index), 11)  # 53 bits fill a double
-        return bits.to(torch.float64) * 2.0**-53
+        seeds = self.state[:, SEED].index_select(0, env_ids)
+        return _unit_interval(combine(seeds.unsqueeze(1), index))

@@ -30,6 +30,7 @@ from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState
 from embodichain.envs.terms import TermRegistry
 from embodichain.errors import ConfigError
+from embodichain.utils.cuda_graphs import copy_where
 
 Distribution = Literal["uniform", "log_uniform", "gaussian"]
 """``uniform`` and ``log_uniform`` within a range; ``gaussian``: normal with its mean in the middle and the bounds at
@@ -335,7 +336,7 @@ class DomainRandomization:
         before = streams.state.clone()
         streams.state.copy_(drawn)
         for live, rows in self._draw(self._all, streams, start):
-            _write_where(mask, live, rows)
+            copy_where(mask, rows.to(live.dtype), live)
         after = streams.state.clone()
         streams.state.copy_(before)
         if self._derives:
@@ -354,7 +355,7 @@ class DomainRandomization:
             if event.due is not None:
                 rows["due"] = step + event.wait(streams, self._all, step)
             for name, value in live.items():
-                _write_where(mask, value, rows[name])
+                copy_where(mask, rows[name].to(value.dtype), value)
             if event.derives:
                 self._physics.refresh_model(mask.nonzero().view(-1) if mask.device.type == "cpu" else self._all)
         for event in self._lasting:
@@ -406,10 +407,6 @@ class DomainRandomization:
             fields |= {name: rows[name] for name in term.fields if name in fields}
             pairs += [(value, rows[name]) for name, value in term.variables.items()]
         return pairs + [(self._model[name], rows) for name, rows in fields.items()]
-
-
-def _write_where(mask: Tensor, live: Tensor, rows: Tensor) -> None:
-    live.copy_(torch.where(mask.view(-1, *[1] * (live.dim() - 1)), rows.to(live.dtype), live))
 
 
 def _config_events(cfg: EventsCfg, world: World) -> list[_Event]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -17,6 +16,7 @@ from embodichain.envs.random import EPISODE, KEY, RandomStreams
 from embodichain.envs.randomization import DomainRandomization
 from embodichain.envs.task import ResetState, Task
 from embodichain.errors import EnvContractError
+from embodichain.utils.cuda_graphs import copy_where
 
 _CURRICULA = "curricula"
 
@@ -47,6 +47,18 @@ class EnvState:
             **({"events": {name: value.clone() for name, value in self.events.items()}} if self.events else {}),
             **({_CURRICULA: self.curricula.state()} if self.curricula.active else {}),
         }
+
+    def read_rows(self, env_ids: Tensor) -> dict[str, Any]:
+        """Return these rows of :meth:`read`, without copying those of other envs."""
+        live = {
+            "streams": self.streams.state,
+            "step": self.step,
+            "variables": self.variables,
+            "model": self.domain.state(),
+            **({"events": self.events} if self.events else {}),
+            **({_CURRICULA: self.curricula.state()} if self.curricula.active else {}),
+        }
+        return {"physics": self.physics.state_rows(env_ids), **_select(live, env_ids)}
 
     def write(self, env_ids: Tensor, rows: Any) -> None:
         """Write rows returned by :meth:`read`, as a nested dict or TensorDict, into these envs."""
@@ -110,6 +122,7 @@ class Resets:
         self._all = torch.arange(state.physics.num_envs, device=state.physics.device)
         self._ahead: dict[str, Any] = {}
         self._ahead_obs: PackedObservation
+        self._episodes = state.streams.state[:, KEY : EPISODE + 1]  # live
         self._drawn_from = torch.full_like(self._origins(), -1)
 
     def begin(self, env_ids: Tensor, episodes: Tensor | None = None) -> None:
@@ -124,7 +137,7 @@ class Resets:
             if name not in variables:  # the first reset, of all envs, determines shapes and dtypes
                 variables[name] = torch.empty_like(value)
             variables[name][env_ids] = value
-        state.step[env_ids] = 0
+        state.step.index_fill_(0, env_ids, 0)
 
     def begin_drawn(self, env_ids: Tensor) -> PackedObservation:
         """Start the next episode in each of these envs from the states sampled ahead, and return their observation."""
@@ -136,17 +149,18 @@ class Resets:
         """Replace all used reset states if any of these envs (default: all) needs one; the envs stay unchanged."""
         origins = self._origins()
         rows = slice(None) if env_ids is None else env_ids.numpy()
-        if np.array_equal(self._drawn_from.numpy()[rows], origins.numpy()[rows]):  # the common case
+        if (self._drawn_from.numpy()[rows] == origins.numpy()[rows]).all():  # the common case
             return
         outdated = (self._drawn_from != origins).any(dim=1)
-        used, everything = outdated.nonzero().view(-1), self._state.read()
+        used = outdated.nonzero().view(-1)
+        current = self._state.read_rows(used)
         try:
             self.begin(used)
-            obs, drawn = self._observe(used), _select(self._state.read(), used)
+            obs, drawn = self._observe(used), self._state.read_rows(used)
             drawn.pop(_CURRICULA, None)  # advances until the episode starts
         finally:
-            self._state.write(used, _select(everything, used))
-        self._drawn_from[used] = origins[used]
+            self._state.write(used, current)
+        self._drawn_from.index_copy_(0, used, origins.index_select(0, used))
         if self._ahead:
             _assign(self._ahead, used, drawn)
             self._ahead_obs = self._ahead_obs.with_rows(obs, used)
@@ -155,9 +169,8 @@ class Resets:
 
     def _origins(self) -> Tensor:
         """Return the values that determine the next episode of each env, int64 ``[num_envs, k]``."""
-        origins = self._state.streams.state[:, KEY : EPISODE + 1]
         curricula = self._state.curricula
-        return torch.cat((origins, curricula.origin()), dim=1) if curricula.active else origins
+        return torch.cat((self._episodes, curricula.origin()), dim=1) if curricula.active else self._episodes
 
     def draw(self) -> Drawn:
         """Sample the next reset state of every env (selecting some would synchronise); streams are not advanced."""
@@ -181,16 +194,10 @@ class Resets:
         if state.domain.active:
             streams = state.domain.apply_where(done, state.streams, streams, start)
         state.physics.set_where(done, start.qpos, start.qvel, start.poses)
-        state.streams.state.copy_(torch.where(done.unsqueeze(1), streams, state.streams.state))
+        copy_where(done, streams, state.streams.state)
         for name, value in start.variables.items():
-            target = self._task.variables[name]
-            target.copy_(torch.where(_like(done, value), value, target))
+            copy_where(done, value, self._task.variables[name])
         state.step.masked_fill_(done, 0)
-
-
-def _like(mask: Tensor, value: Tensor) -> Tensor:
-    """Return a mask ``[n]`` reshaped to broadcast with ``value`` ``[n, ...]``."""
-    return mask.view(-1, *[1] * (value.dim() - 1))
 
 
 def _select(tree: Any, env_ids: Tensor) -> Any:
@@ -204,4 +211,4 @@ def _assign(tree: dict[str, Any], env_ids: Tensor, rows: dict[str, Any]) -> None
         if isinstance(value, dict):
             _assign(tree[key], env_ids, value)
         else:
-            tree[key][env_ids] = value
+            tree[key].index_copy_(0, env_ids, value)

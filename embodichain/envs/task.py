@@ -205,6 +205,9 @@ class Task(ABC):
     def take_action(self, action: Tensor) -> None:  # noqa: B027 - most tasks do not depend on past actions
         """Store what later steps need of an action ``[num_envs, action_dim]``; called before every step."""
 
+    def after_step(self, scene: Scene) -> None:  # noqa: B027 - most tasks do not depend on past states
+        """Store what later steps need of the state that a step has reached; called before it is scored."""
+
     @abstractmethod
     def reward_terms(self, scene: Scene, action: Tensor) -> dict[str, Tensor]:
         """Return the unweighted terms of ``reward_weights``; ``scene["success"]`` is 1 where the task is solved."""

@@ -195,7 +195,8 @@ class TaskEnv(VecEnv):
         packed = self._build(scene, self._all)
         if diverged is not None:  # keep the last observation
             packed = before.where(diverged & before.is_finite(), packed)
-        final = self._set_observation(packed)
+        self._packed, self._obs = packed, self._observations.unpack(packed)  # until the reset below
+        final = self._obs
         done = outcome.terminated | outcome.truncated
         obs = self._reset_done(done, drawn)
         info = {
@@ -211,6 +212,7 @@ class TaskEnv(VecEnv):
         self.physics.settle()
         self._step.add_(self._one)
         self._scene = scene = self.task.read()
+        self.task.after_step(scene)
         return scene
 
     def _score(self, scene: Scene, applied: Tensor) -> StepOutcome:
@@ -412,12 +414,12 @@ class Scoring:
         self._sparse = cfg.env.rewards.mode == "sparse"
         self._ends_with_success = cfg.env.terminate_on_success
         self._weights = _reward_weights(cfg, task, self.terms)
-        self._weight_row = torch.tensor(list(self._weights.values()), device=device)
+        self._weight_column = torch.tensor(list(self._weights.values()), device=device).unsqueeze(1)
         self._weighs = any(weight != 1.0 for weight in self._weights.values())
         self._limit = torch.tensor(max_episode_steps, device=device)
         self._none = torch.zeros(num_envs, dtype=torch.bool, device=device)
         self._zeros = torch.zeros(num_envs, device=device)
-        self._last_terms = torch.zeros(num_envs, max(1, len(self._weights)), device=device)
+        self._last_terms = torch.zeros(max(1, len(self._weights)), num_envs, device=device)
 
     def score(self, scene: Scene, action: Tensor, step: Tensor, diverged: Tensor | None) -> StepOutcome:
         """Score the state after an action; ``diverged`` envs (``None``: none) are truncated and never successful.
@@ -426,19 +428,18 @@ class Scoring:
         the previous step is repeated instead. As the observation is repeated, too, divergence is neither rewarded nor
         penalised, whatever the sign of the rewards.
         """
-        success = self._task.success(scene)
+        success, valid = self._task.success(scene), None if diverged is None else ~diverged
         if success is not None:
-            if diverged is not None:
-                success = success & ~diverged
+            if valid is not None:
+                success = success & valid
             scene["success"] = success.float()
         elif self._sparse:
             raise ConfigError("env.rewards.mode: this task cannot be solved, so its reward cannot be sparse; use dense")
-        kept = None if diverged is None else diverged.unsqueeze(1)
-        rewards, reward = self._reward(scene, action, kept, step)
+        rewards, reward = self._reward(scene, action, diverged, step)
         terminated = success if success is not None and self._ends_with_success else self._none
         failed = self._task.failed(scene)
         if failed is not None:
-            terminated = terminated | (failed if diverged is None else failed & ~diverged)
+            terminated = terminated | (failed if valid is None else failed & valid)
         if terminated is success or terminated is self._none:  # both may be reused by their owner
             terminated = terminated.clone()
         truncated = step >= self._limit
@@ -449,27 +450,27 @@ class Scoring:
     def _reward(
         self, scene: Scene, action: Tensor, kept: Tensor | None, step: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the weighted terms and their sum; where ``kept`` ``[num_envs, 1]`` is set, those of the last step."""
+        """Return the weighted terms and their sum; where ``kept`` ``[num_envs]`` is set, those of the last step."""
         if not self._sparse and not self._weights:
             return {}, self._zeros.clone()
         if self._sparse:
-            names, parts = ["success"], scene["success"].unsqueeze(1).clone()
+            names, parts = ["success"], scene["success"].unsqueeze(0).clone()
         else:
             terms = {**self._task.reward_terms(scene, action), **self.terms(scene, action)}
             names = list(self._weights)
-            parts = torch.stack([terms[name] for name in names], dim=1)
+            parts = torch.stack([terms[name] for name in names])  # [terms, num_envs], which sums up fastest
             if self._weighs or not parts.is_floating_point():
-                parts = parts * self._weight_row
+                parts = parts * self._weight_column
         if kept is not None:  # zero in the first step of an episode
-            parts = torch.where(kept, torch.where(step.unsqueeze(1) > 1, self._last_terms, 0.0).to(parts.dtype), parts)
-        reward = parts.sum(dim=1)
+            parts = torch.where(kept, (self._last_terms * (step > 1)).to(parts.dtype), parts)
+        reward = parts.t().contiguous().sum(dim=1)  # in an order that does not depend on num_envs
         if parts.dtype != torch.float32:  # a task may compute in double precision
             parts, reward = parts.float(), reward.float()
         if parts.device.type == "cpu":
             self._last_terms = parts
         else:  # at the address that a captured graph reads
             self._last_terms.copy_(parts)
-        return dict(zip(names, parts.unbind(1), strict=True)), reward
+        return dict(zip(names, parts.unbind(0), strict=True)), reward
 
     def _metrics(self, scene: Scene, diverged: Tensor | None) -> dict[str, Tensor]:
         measures = {"success": scene["success"]} if "success" in scene else {}

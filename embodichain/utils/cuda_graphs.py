@@ -222,6 +222,11 @@ def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(*group)
 
 
+def copy_where(mask: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy rows of ``source`` into ``target`` ``[n, ...]``, of the same dtype, where ``mask`` ``[n]`` is true."""
+    torch.where(mask.view(-1, *[1] * (target.dim() - 1)), source, target, out=target)  # one kernel
+
+
 @cache
 def kernels_work(device: torch.device) -> bool:
     """Return whether Triton compiles and runs on a device; logs the reason once if not."""

@@ -240,6 +240,16 @@ def test_masked_steps_end_unstable_envs_alike():
         paid = mine[1]
 
 
+def test_contiguous_vectors_equal_the_views():
+    """On a GPU observations are contiguous, so that they can be copied together."""
+    env = small("PushCubeRL", 3)
+    env.step(torch.full((3, 6), 0.3))
+    split = env._packed.vectors.split(env._observations._sizes, dim=1)
+    for leaf, view in zip(env._observations._contiguous(env._packed.vectors), split, strict=True):
+        assert leaf.is_contiguous()
+        assert torch.equal(leaf, view)
+
+
 def test_rows_keep_their_places_whatever_the_order_of_the_ids():
     env, ordered = small("PushCubeRL", 3), small("PushCubeRL", 3)
     permuted = flat(env.reset(seed=5, env_ids=[2, 0, 1])[0])

@@ -108,6 +108,10 @@ class Physics(ABC):
     def state(self) -> Tensor:
         """Return a copy of the full simulation state, ``[num_envs, nstate]``."""
 
+    def state_rows(self, env_ids: Tensor) -> Tensor:
+        """Return these rows of :meth:`state`, ``[n, nstate]``."""
+        return self.state().index_select(0, env_ids)
+
     @abstractmethod
     def set_state(self, env_ids: Tensor, state: Tensor) -> None:
         """Restore rows of :meth:`state`."""

@@ -60,6 +60,7 @@ class MujocoCpuPhysics(Physics):
         self._state = torch.from_numpy(self._batch.state)
         # A row of the state starts with time, positions and velocities.
         time, nq, nv = mujoco.mj_stateSize(model, int(mujoco.mjtState.mjSTATE_TIME)), int(model.nq), int(model.nv)
+        self._columns = slice(time, time + nq), slice(time + nq, time + nq + nv)
         self._motion = self._state[:, time : time + nq + nv]
         self.qpos, self.qvel = self._motion[:, :nq], self._motion[:, nq:]
         self.ctrl = torch.from_numpy(self._batch.bind("ctrl"))
@@ -70,8 +71,9 @@ class MujocoCpuPhysics(Physics):
         self._applied: Tensor | None = None
         self._rest = self._state[0].clone()
         self._warned = self._batch.warning.tobytes()
-        self._bound = {name: self._batch.bind(name) for name in outputs}
-        self._arrays = {name: np.zeros_like(bound) for name, bound in self._bound.items()}
+        self._arrays = {name: self._batch.bind(name) for name in outputs}
+        for array in self._arrays.values():
+            array.flags.writeable = True  # rows are restored by ``set_state``
         self.outputs = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
         self._forces = None
         if "cfrc_ext" in outputs and not computes_contact_forces(model):
@@ -84,8 +86,6 @@ class MujocoCpuPhysics(Physics):
                 self._forces.step(count)
             else:
                 self._batch.step(nstep=count)
-                for name, bound in self._bound.items():
-                    np.copyto(self._arrays[name], bound)
         except (batch.SimulationError, mujoco.FatalError) as error:
             raise SimulationError(f"MuJoCo could not step: {error}") from error
         self.diverged = None
@@ -109,22 +109,25 @@ class MujocoCpuPhysics(Physics):
 
     def set(self, env_ids: Tensor, qpos: Tensor, qvel: Tensor, poses: Poses | None = None) -> None:
         self._sensors_current = False
-        self._state[env_ids] = self._rest  # also resets time, actuators, warm start and applied forces
-        self.qpos[env_ids] = qpos.to(torch.float64)
-        self.qvel[env_ids] = qvel.to(torch.float64)
+        rows = self._rest.repeat(env_ids.numel(), 1)  # also resets time, actuators, warm start and applied forces
+        for columns, values in zip(self._columns, (qpos, qvel), strict=True):
+            rows[:, columns] = values
+        self._state.index_copy_(0, env_ids, rows)
         for body, pose in (poses or {}).items():
             index, values = self.mocap_id(body), pose.to(torch.float64)
             self.mocap_pos[env_ids, index], self.mocap_quat[env_ids, index] = values[:, :3], values[:, 3:]
         if self.outputs:
             ids = np.unique(env_ids.numpy())
             self._batch.forward(ids)
-            for name, bound in self._bound.items():  # the forward pass does not compute contact forces
-                self._arrays[name][ids] = 0.0 if name == "cfrc_ext" else bound[ids]
+            if "cfrc_ext" in self._arrays:  # the forward pass does not compute contact forces
+                self._arrays["cfrc_ext"][ids] = 0.0
 
     def state(self) -> Tensor:
-        if not self.outputs:
-            return self._state.clone()
         return torch.cat((self._state, *(output.flatten(1) for output in self.outputs.values())), dim=1)
+
+    def state_rows(self, env_ids: Tensor) -> Tensor:
+        parts = (self._state, *(output.flatten(1) for output in self.outputs.values()))
+        return torch.cat([part.index_select(0, env_ids) for part in parts], dim=1)
 
     def set_state(self, env_ids: Tensor, state: Tensor) -> None:
         self._sensors_current = False
@@ -142,9 +145,9 @@ class MujocoCpuPhysics(Physics):
     def sensordata(self) -> Tensor:
         # After a step, sensors lag by one substep; the forward pass updates them.
         if not self._sensors_current and self.model.nsensordata:
-            saved = self._state.clone()  # as the forward pass changes the solver's warm start
+            saved = self.state()  # as the forward pass changes the solver's warm start and the outputs
             self._batch.forward()
-            self._state.copy_(saved)
+            self.set_state(torch.arange(self.num_envs), saved)
             self._sensors_current = True
         return torch.from_numpy(self._sensordata.copy())
 
@@ -177,7 +180,8 @@ class MujocoCpuPhysics(Physics):
         if self._forces is not None:
             self._forces.close()
             self._forces = None
-        self._bound = {}
+        self.outputs = {name: output.clone() for name, output in self.outputs.items()}
+        self._arrays = {name: output.numpy() for name, output in self.outputs.items()}
         self._sensordata = self._sensordata.copy()
         self._applied = None if self._applied is None else self._applied.clone()
         self._fields = {name: field.clone() for name, field in self._fields.items()}

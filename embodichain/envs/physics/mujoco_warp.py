@@ -5,6 +5,7 @@ Numbers are float32, so trajectories agree with the CPU backend within a toleran
 """
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,14 +21,21 @@ from embodichain.envs.physics.warp_cameras import WarpCameras
 from embodichain.envs.scene_cfg import CameraCfg
 from embodichain.errors import ConfigError, SimulationError
 from embodichain.extras import require
+from embodichain.utils.cuda_graphs import copy_where
 
 _LOG = logging.getLogger(__name__)
 _GIB = 1024**3
 _MEMORY_ERRORS = ("alloc", "out of memory", "maximum representable")
 """Parts of Warp's error messages when there are too many worlds for the memory or for its indices."""
 _STATE_FIELDS = ("time", "qpos", "qvel", "act", "qacc_warmstart", "ctrl", "mocap_pos", "mocap_quat")
+_INPUTS = ("ctrl", "mocap_pos", "mocap_quat")
+"""State that a step does not change."""
 _MOTION_FIELDS = ("xpos", "xipos", "site_xpos", "cinert", "cvel")
 """Outputs that depend on positions and velocities only; all others are forces, which are zero after a reset."""
+_INERTIAL_FIELDS = ("cinert", "cvel")
+"""Those of them that ``kinematics`` alone does not compute."""
+_FOLLOWS_MASS = (int(mujoco.mjtCamLight.mjCAMLIGHT_TRACKCOM), int(mujoco.mjtCamLight.mjCAMLIGHT_TARGETBODYCOM))
+"""Modes of cameras and lights that depend on the centre of mass of a body."""
 _CONSTANTS = {
     "FIXED": ("body_subtreemass",),
     "KIN0": ("cam_pos0", "cam_poscom0", "cam_mat0", "light_pos0", "light_poscom0", "light_dir0"),
@@ -220,6 +228,8 @@ class MujocoWarpPhysics(Physics):
         self.outputs = {name: self._wp.to_torch(getattr(self._data, name)) for name in outputs}
         self._columns = {name: array.reshape(num_envs, -1) for name, array in (self._arrays | self.outputs).items()}
         self._rest = {name: column[0].clone() for name, column in self._columns.items()}
+        for name in self.outputs.keys() - set(_MOTION_FIELDS):
+            self._rest[name].zero_()
         self._all = torch.arange(num_envs, device=self.device)
         self._fields: dict[str, Tensor] = {}
         self._derived = 0
@@ -240,12 +250,11 @@ class MujocoWarpPhysics(Physics):
 
     def settle(self) -> None:
         # Reset invalid worlds, as MuJoCo does; the environment truncates their episodes.
-        sane = (self.qpos.abs().amax(dim=1) < _TOO_LARGE) & (self.qvel.abs().amax(dim=1) < _TOO_LARGE)
-        self.diverged = ~sane  # NaN compares as false
-        rows = sane.unsqueeze(1)
+        largest = torch.linalg.vector_norm(self.snapshot(), ord=math.inf, dim=1)
+        self.diverged = ~(largest < _TOO_LARGE)  # NaN compares as false
         for name, column in self._columns.items():
-            if name != "ctrl":
-                column.copy_(torch.where(rows, column, self._rest[name]))
+            if name not in _INPUTS:
+                copy_where(self.diverged, self._rest[name], column)
 
     def _substeps(self, count: int) -> None:
         if self._derived:  # constants that depend on written fields
@@ -256,18 +265,18 @@ class MujocoWarpPhysics(Physics):
             self._mjw.rne_postconstraint(self._model, self._data)
 
     def _derive_outputs(self, chosen: Tensor) -> None:
-        """Recompute outputs after a reset where ``chosen`` ``[num_envs]`` is true."""
-        if not self.outputs:
+        """Recompute the outputs of motion after a reset where ``chosen`` ``[num_envs]`` is true."""
+        before = {name: self._columns[name].clone() for name in self.outputs if name in _MOTION_FIELDS}
+        if not before:
             return
-        before = {name: self._columns[name].clone() for name in self.outputs}
         with self._torch_stream():
-            for derive in (self._mjw.kinematics, self._mjw.com_pos, self._mjw.com_vel):
-                derive(self._model, self._data)
-        rows = chosen.unsqueeze(1)
+            self._mjw.kinematics(self._model, self._data)
+            if any(name in _INERTIAL_FIELDS for name in before):
+                self._mjw.com_pos(self._model, self._data)
+                self._mjw.com_vel(self._model, self._data)
+        others = ~chosen
         for name, old in before.items():
-            column = self._columns[name]
-            new = column if name in _MOTION_FIELDS else torch.zeros_like(column)
-            column.copy_(torch.where(rows, new, old))
+            copy_where(others, old, self._columns[name])
 
     def _record(self, work: Callable[[], None]) -> Any:
         """Return a CUDA graph of ``work``, after one run that compiles its kernels; the state is restored."""
@@ -332,9 +341,9 @@ class MujocoWarpPhysics(Physics):
             for body, pose in (poses or {}).items():
                 placed[:, self.mocap_id(body)] = pose[:, part].to(torch.float32)
             new[name] = placed.flatten(1)
-        rows = mask.unsqueeze(1)
         for name, column in self._columns.items():
-            column.copy_(torch.where(rows, new[name], column))
+            if name not in _MOTION_FIELDS:
+                copy_where(mask, new[name], column)
         self._derive_outputs(mask)
 
     def state(self) -> Tensor:
@@ -365,11 +374,16 @@ class MujocoWarpPhysics(Physics):
             _LOG.warning("cameras are rendered on the CPU, which costs speed: %s", error)
             return None
 
+        modes = (*self.model.cam_mode, *self.model.light_mode)
+        follows_mass = any(mode in _FOLLOWS_MASS for mode in modes)
+
         def render(markers: Mapping[str, Tensor], chosen: Tensor | None) -> Images:
             lagging = {name: output.clone() for name, output in self.outputs.items()}
             cameras.place(markers)
             with self._torch_stream():
                 self._mjw.kinematics(self._model, self._data)
+                if follows_mass:
+                    self._mjw.com_pos(self._model, self._data)
                 self._mjw.camlight(self._model, self._data)
             if chosen is not None:
                 cameras.look_away(~chosen)

@@ -154,14 +154,15 @@ class MujocoTask(Task):
     def sample_start(self, env_ids: Tensor, streams: RandomStreams) -> ResetState:
         nq, nv = int(self.physics.model.nq), int(self.physics.model.nv)
         scale = float(self.settings["reset_noise_scale"])
+        if not self.gaussian_velocity:
+            qpos, qvel = streams.uniform(env_ids, nq + nv, -scale, scale).split([nq, nv], dim=1)
+            return ResetState(self._home + qpos, qvel)
         qpos = self._home + streams.uniform(env_ids, nq, -scale, scale)
-        if self.gaussian_velocity:
-            return ResetState(qpos, scale * streams.normal(env_ids, nv))
-        return ResetState(qpos, streams.uniform(env_ids, nv, -scale, scale))
+        return ResetState(qpos, scale * streams.normal(env_ids, nv))
 
     def read(self, env_ids: Tensor | None = None) -> Scene:
         rows = {"qpos": self.physics.qpos, "qvel": self.physics.qvel, **self.physics.outputs}
-        return rows if env_ids is None else {name: value[env_ids] for name, value in rows.items()}
+        return rows if env_ids is None else {name: value.index_select(0, env_ids) for name, value in rows.items()}
 
     def observe(self, scene: Scene) -> dict[str, Any]:
         return {"state": self.state_vector(scene).float()}
@@ -175,7 +176,7 @@ class MujocoTask(Task):
 
     def control_reward(self, weight: str) -> Tensor:
         """Return the negative control cost, the weighted sum of squared controls, ``[num_envs]``."""
-        return _square_sum(self.physics.ctrl) * -self.settings[weight]
+        return self.physics.ctrl.square().sum(dim=1) * -self.settings[weight]
 
 
 def _square_sum(values: Tensor) -> Tensor:
@@ -400,7 +401,7 @@ class Reacher(MujocoTask):
         return ResetState(qpos, qvel)
 
     def state_vector(self, scene: Scene) -> Tensor:
-        qpos, angles = scene["qpos"], scene["qpos"][:, :2]
+        qpos, angles = scene["qpos"], scene["qpos"][:, :2].contiguous()  # for faster sines
         away = self._away(scene)[:, :2]
         return torch.cat((angles.cos(), angles.sin(), qpos[:, 2:], scene["qvel"][:, :2], away), dim=1)
 
@@ -485,7 +486,7 @@ class InvertedDoublePendulum(MujocoTask):
 
     def state_vector(self, scene: Scene) -> Tensor:
         qpos, force = scene["qpos"], scene["qfrc_constraint"][:, :1]
-        angles, qvel = qpos[:, 1:], scene["qvel"].clamp(-10.0, 10.0)
+        angles, qvel = qpos[:, 1:].contiguous(), scene["qvel"].clamp(-10.0, 10.0)  # for faster sines
         return torch.cat((qpos[:, :1], angles.sin(), angles.cos(), qvel, force.clamp(-10.0, 10.0)), dim=1)
 
     def failed(self, scene: Scene) -> Tensor | None:
