@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,9 +52,13 @@ class CameraVLA:
         rollouts: int | None = None,
         start: Path | None = None,
         head: Literal["gaussian", "flow"] = "gaussian",
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare the policy that all runs start from; it is kept in ``start``, or taken from there."""
-        self.head = head
+        """Prepare the policy that all runs start from; it is kept in ``start``, or taken from there.
+
+        ``settings`` of PPO take the place of the recipe's.
+        """
+        self.head, self.settings = head, dict(settings or {})
         self.scale, self.device = scale, torch.device(scale.device)
         self.sizes = sizes or replace(self.scale.sizes, rollouts=rollouts or self.scale.sizes.rollouts)
         self.make_env, self.processes = partial(make_chunked, scale), scale.processes
@@ -67,8 +72,12 @@ class CameraVLA:
         began = time.monotonic()
         self._eval_env = make_task(self.scale, self.scale.eval_envs)
         self._start = self._prepared(start)
-        self.start_success = self._success(self._start)
         self.seconds_to_prepare = time.monotonic() - began
+
+    @cached_property
+    def start_success(self) -> float:
+        """Success of the policy that all runs start from."""
+        return self._success(self._start)
 
     # --- what is run ----------------------------------------------------------------------------------------------
 
@@ -114,7 +123,7 @@ class CameraVLA:
         if self.head == "flow":
             # The likelihood of the whole chain; without the warm-up Adam's first steps move it by tens of nats.
             own |= {"log_prob_per": "chunk", "lr_warmup": 10}
-        return PPOCfg.from_dict({**recipe, **own, "mixed_precision": "tf32", "cuda_graphs": False})
+        return PPOCfg.from_dict({**recipe, **own, "mixed_precision": "tf32", "cuda_graphs": False, **self.settings})
 
     def _success(self, policy: Policy) -> float:
         return float(evaluate(policy, self._eval_env, self.scale.episodes, seed=12345).summary.success_rate or 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -46,6 +46,8 @@ WAYS = {
     "async, pipelined, process": Way(2, "process"),
     "async, pipelined, apart": Way(2, "thread", apart=True),
 }
+MEASURES = ("approx_kl", "clip_fraction", "learning_rate", "epochs", "behaviour_kl", "importance_max")
+"""Metrics of an update that are written down, where it has them."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,15 @@ class Outcome:
     final: float | None = None
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     """Decisions, seconds and score after every rollout."""
+    measures: dict[str, list[float]] = field(default_factory=dict)
+    """``MEASURES`` of every update, and the mean lag of its rollout."""
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    """Rollouts and success of evaluations on the way, if there were any."""
+
+    def note(self, measures: Mapping[str, float]) -> None:
+        """Add the measures of an update."""
+        for name, value in measures.items():
+            self.measures.setdefault(name, []).append(float(f"{value:.4g}"))
 
     def line(self) -> str:
         """Return what is printed when it is done."""
@@ -208,8 +219,14 @@ def _make_apart(case: Case, processes: int, groups: int = 1) -> VecEnv:
     return arrange(RemoteEnv.several([part] * processes), groups)
 
 
-def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome:
-    """Collect and learn, after one time that does not count."""
+def run(
+    case: Case,
+    way: str,
+    seed: int,
+    rollouts: int | None = None,
+    watch: Callable[[Outcome, PPO], None] = lambda outcome, learner: None,
+) -> Outcome:
+    """Collect and learn, after one time that does not count; ``watch`` is called after every rollout."""
     count, sizes = rollouts or case.sizes.rollouts, case.sizes
     env = make_for(case, WAYS[way])()
     clock = Clock(env)
@@ -231,10 +248,12 @@ def run(case: Case, way: str, seed: int, rollouts: int | None = None) -> Outcome
         lags.append((statistics.get("async/lag_mean", 0.0), statistics.get("async/lag_max", 0.0)))
         score = case.score(learner, statistics, float(rollout["reward"].mean()))
         update_began = time.perf_counter()
-        learner.update(rollout)
+        metrics = learner.update(rollout)
         updating += time.perf_counter() - update_began
         collector.publish()
         outcome.curve.append((number * rollout.numel(), time.perf_counter() - began, score))
+        outcome.note({name: metrics[name] for name in MEASURES if name in metrics} | {"lag": lags[-1][0]})
+        watch(outcome, learner)
     outcome.seconds = time.perf_counter() - began
     others = (total_cpu() - total) - (own_cpu() - own)
     outcome.foreign = max(0.0, others) / (outcome.seconds * cores())

@@ -23,7 +23,7 @@ FIRST_AT_ONCE, OTHERS_AT_ONCE = 3, 4
 SHORT = ("press_button", "close_drawer", "insert_peg", "press_button_language", "open_drawer", "open_drawer_language")
 """Tasks that are learned within half a minute: in the order in which the others are tried, they come first."""
 SEEDS = (0, 1, 2)
-FLOW_ROLLOUTS = 50
+FLOW_ROLLOUTS, PARITY_ROLLOUTS = 50, 75
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,15 @@ def flow_left(work: Path) -> int:
     """Count the seeds that are missing."""
     from benchmarks.flow_vla import finished_seeds
 
-    return max(0, len(SEEDS) - finished_seeds(_read(work / "flow_vla.json").get("async", {}), FLOW_ROLLOUTS))
+    return max(0, len(SEEDS) - finished_seeds(_read(work / "flow_vla.json").get("rate", {}), FLOW_ROLLOUTS))
+
+
+def parity_left(work: Path) -> int:
+    """Count the runs that are missing."""
+    from benchmarks.flow_vla_parity import VARIANTS, Parity, plan
+
+    parity = Parity(_read(work / "flow_vla.json").get("parity", {}), PARITY_ROLLOUTS)
+    return len(parity.missing(plan(list(VARIANTS), len(SEEDS))))
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -112,13 +120,14 @@ def all_jobs() -> Iterator[Job]:
     worlds = ("-m", "benchmarks.worlds", "--device", "cuda", "--budget", "{seconds}", *out)
     tasks = ("--tasks", "walker2d", "ant", "--frameworks", "embodichain")
     learn = ("-m", "benchmarks.learn", *tasks, "--jobs", "8", "--time-limit", "{seconds}", *out)
-    sizes = ("--seeds", str(len(SEEDS)), "--rollouts", str(FLOW_ROLLOUTS))
-    flow = ("-m", "benchmarks.flow_vla", "--parts", "async", *sizes, "--start", "{work}/flow_vla", *out)
+    flow = ("-m", "benchmarks.flow_vla", "--seeds", str(len(SEEDS)), "--start", "{work}/flow_vla", *out)
+    rate = (*flow, "--parts", "rate", "--rollouts", str(FLOW_ROLLOUTS))
+    parity = (*flow, "--parts", "parity", "--rollouts", str(PARITY_ROLLOUTS), "--jobs", "2", "--budget", "{seconds}")
     yield Job("cameras, rates", "cameras", (*cameras, "env", "train"), 100, **alone)
     yield Job("cameras, seed 0", "cameras", (*cameras, "learn", "--seeds", "0"), 90, **alone)
     yield Job("envs beside mujoco_warp", "envs", (*envs, "--out", "{work}/gpu_envs.json"), 70, **alone)
     yield Job("suite on the CPU", "sim", (*suite, "--output", "{work}/sim.json"), 190, cores=12)
-    yield Job("flow VLA", "flow", flow, 460, 8, **shared, least=240, left=flow_left)
+    yield Job("flow VLA", "flow", rate, 460, 8, **shared, least=240, left=flow_left)
     first_worlds = (*worlds, "--jobs", str(FIRST_AT_ONCE), "--tasks", *FIRST, "--seeds")
     left = worlds_left(FIRST, FIRST_AT_ONCE, (0,))
     yield Job("worlds, not known yet", "worlds", (*first_worlds, "0"), 300, 4, **shared, least=200, left=left)
@@ -137,6 +146,7 @@ def all_jobs() -> Iterator[Job]:
     yield Job("walker2d and ant", "learn", learn, 900, 8, least=60, left=learn_left)
     heads = ("-m", "benchmarks.heads", "--parts", "reinforce", "--jobs", "8", *out)
     yield Job("heads, reinforced", "heads", heads, 900, 8, least=300, left=heads_left)
+    yield Job("flow VLA, parity", "flow", parity, 560, 16, **shared, least=300, left=parity_left)
 
 
 def _other_worlds() -> tuple[str, ...]:
