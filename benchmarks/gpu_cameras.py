@@ -3,11 +3,14 @@
     python -m benchmarks.gpu_cameras                          # everything
     python -m benchmarks.gpu_cameras --only env train --no-profile
     python -m benchmarks.gpu_cameras --only learn --seeds 0 1 2 --set algorithm.cfg.n_epochs=2
+    python -m benchmarks.gpu_cameras --only learn --seeds 7 --limit 70 --out tried.json \\
+        --variants "" "policy.auxiliary_coef=4" "trainer.buffer_size=12 algorithm.cfg.batch_size=2048"
 
 ``env``: a step of the environment of ``train_config_camera_gpu.json`` with CUDA graphs and without, without its
 cameras, and what rendering alone takes: images of all envs, and of the few that were reset. ``outputs``: the same step
-with depth and segmentation. ``train``: collecting, one update and a whole iteration. ``learn``: training until
-an evaluation shows 90% success. With ``--profile``, a table of kernels follows the figures of ``env`` and ``train``.
+with depth and segmentation. ``train``: acting alone, collecting, one update and a whole iteration. ``learn``: training
+until an evaluation shows 90% success, with each of the ``--variants`` of the config, which a table compares at the end.
+With ``--profile``, a table of kernels follows the figures of ``env`` and ``train``.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +33,7 @@ from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.models import build_policy
 from embodichain.config import load_config
-from embodichain.envs.registration import make
+from embodichain.envs.registration import make, make_to_watch
 from embodichain.envs.task_env import TaskEnv
 from embodichain.utils.torch_runtime import seed_everything
 
@@ -38,7 +42,9 @@ CONFIG = Path(__file__).parent.parent / "configs/agents/rl/push_cube/train_confi
 PACKAGES = ["torch", "tensordict", "mujoco"] + (["mujoco_warp", "warp-lang"] if torch.cuda.is_available() else [])
 STEPS = 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where this runs through, and measures nothing of interest
-LIMIT, EVAL_EVERY, EVAL_ENVS = 150.0, 10, 512
+EVAL_STEPS, EVAL_ENVS = 245_760, 512
+LEARNED = ("auxiliary_loss", "approx_kl", "learning_rate", "entropy", "explained_variance")
+"""Metrics of an update that are kept beside the success rate."""
 BAR_RATE, BAR_SECONDS, BAR_SUCCESS = 130_000, 60, 0.9
 
 
@@ -56,6 +62,10 @@ class Args:
     """Turns of each contender."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the learning runs."""
+    variants: tuple[str, ...] = ("",)
+    """Variants of the config to learn with, one after the other: further changes, separated by spaces."""
+    limit: float = 150.0
+    """Seconds after which a learning run ends without 90% success."""
     profile: bool = True
     """Whether tables of kernels are printed."""
     out: Path = Path("benchmarks/results/gpu_cameras.json")
@@ -66,14 +76,19 @@ def load(args: Args) -> dict[str, Any]:
     """Return the training config with its changes."""
     config = load_config(args.config)
     config["trainer"]["gym_config"]["device"] = DEVICE
-    for change in args.set:
+    apply(config, args.set)
+    return config
+
+
+def apply(config: dict[str, Any], changes: Iterable[str]) -> None:
+    """Make changes such as ``algorithm.cfg.n_epochs=2`` to a training config."""
+    for change in changes:
         path, value = change.split("=", 1)
         *parents, last = path.split(".")
         node = config
         for key in parents:
-            node = node[key]
+            node = node.setdefault(key, {})
         node[last] = json.loads(value)
-    return config
 
 
 def build_env(config: dict[str, Any], seed: int = 0, **changes: Any) -> TaskEnv:
@@ -170,7 +185,14 @@ def train(config: dict[str, Any], args: Args) -> list[Row]:
         rollout = collector.collect(num_steps)
         algorithm.update(rollout)
 
+    def act() -> None:
+        if collector.obs is not None:
+            with torch.no_grad(), policy.without_dropout():
+                for _ in range(num_steps):
+                    collector.decide(collector.obs, None)
+
     contenders: dict[str, Turn] = {
+        "act": (nothing, act),
         "collect": (nothing, lambda: collector.collect(num_steps)),
         "update": (nothing, lambda: algorithm.update(rollout)),
         "iteration": (nothing, lambda: algorithm.update(collector.collect(num_steps))),
@@ -186,17 +208,24 @@ def train(config: dict[str, Any], args: Args) -> list[Row]:
 
 
 def learn(config: dict[str, Any], args: Args) -> Iterator[Row]:
-    """Train once per seed, and tell when an evaluation first showed 90% success."""
-    for seed in args.seeds:
-        yield learn_once(config, seed)
+    """Train once per variant and seed, and tell when an evaluation first showed 90% success."""
+    rows = []
+    for variant in args.variants:
+        changed = deepcopy(config)
+        apply(changed, variant.split())
+        for seed in args.seeds:
+            rows.append(learn_once(changed, seed, args.limit, variant))
+            yield rows[-1]
+    if len(args.variants) > 1:
+        compare(rows)
 
 
-def learn_once(config: dict[str, Any], seed: int) -> Row:
+def learn_once(config: dict[str, Any], seed: int, limit: float, variant: str = "") -> Row:
     """Train until an evaluation shows 90% success, for a while at most; compilation is not counted."""
     seed_everything(seed)
     began, trainer = time.perf_counter(), config["trainer"]
     made = make(trainer["gym_config"], num_envs=trainer["num_envs"], seed=seed)
-    judge = make(trainer["gym_config"], num_envs=EVAL_ENVS, seed=1_000_003)
+    judge = make_to_watch(trainer["gym_config"], num_envs=EVAL_ENVS, seed=1_000_003)
     policy = build_policy(config["policy"], made.observation_space, made.action_space, DEVICE)
     weights = {name: value.clone() for name, value in policy.state_dict().items()}
     settings = PPOCfg.from_dict(config["algorithm"]["cfg"] | {"device": DEVICE})
@@ -208,27 +237,45 @@ def learn_once(config: dict[str, Any], seed: int) -> Row:
     algorithm = PPO(settings, policy)
     synchronize()
     compiled, seconds, iterations = time.perf_counter() - began, 0.0, 0
+    per_evaluation = max(1, round(EVAL_STEPS / (num_steps * trainer["num_envs"])))
     curve: list[dict[str, float]] = []
-    while seconds < LIMIT:
+    metrics: dict[str, float] = {}
+    while seconds < limit:
         synchronize()
         began = time.perf_counter()
-        for _ in range(EVAL_EVERY):
-            algorithm.update(collector.collect(num_steps))
+        for _ in range(per_evaluation):
+            metrics = algorithm.update(collector.collect(num_steps))
         synchronize()
         seconds += time.perf_counter() - began
-        iterations += EVAL_EVERY
-        curve.append({"seconds": seconds, "iterations": iterations, "success": success_rate(policy, judge)})
+        iterations += per_evaluation
+        learned = {name: metrics[name] for name in LEARNED if name in metrics}
+        success = success_rate(policy, judge)
+        curve.append({"seconds": seconds, "iterations": iterations, "success": success, **learned})
         if len(curve) % 5 == 0:
-            print(f"learn      ... {seconds:6.1f} s, {100 * curve[-1]['success']:.0f}%", flush=True)
-        if curve[-1]["success"] >= BAR_SUCCESS:
+            told = ", ".join(f"{name} {value:.3g}" for name, value in learned.items())
+            print(f"learn      ... {seconds:6.1f} s, {100 * success:.0f}%, {told}", flush=True)
+        if success >= BAR_SUCCESS:
             break
     made.close()
     judge.close()
     steps, success = iterations * num_steps * trainer["num_envs"], curve[-1]["success"]
     bar = f"{100 * success:.0f}% success, {steps:,} steps (bar: 90% in {BAR_SECONDS} s); {compiled:.0f} s to compile"
-    print(f"learn      from images, seed {seed:<24d} {seconds:10.1f} s  {steps / seconds:14,.0f}/s  {bar}", flush=True)
+    name = f"from images, seed {seed}" + (f", {variant}" if variant else "")
+    print(f"learn      {name:<42s} {seconds:10.1f} s  {steps / seconds:14,.0f}/s  {bar}", flush=True)
     figures = {"seconds": seconds, "compile_seconds": compiled, "steps": steps, "success": success}
-    return {"section": "learn", "name": f"from images, seed {seed}", **figures, "bar": bar, "curve": curve}
+    return {"section": "learn", "name": name, **figures, "bar": bar, "curve": curve}
+
+
+def compare(rows: list[Row]) -> None:
+    """Print when each run first reached some rates of success."""
+    print("learn      seconds to 25%, 50%, 75%, 80%, 85% and 90%; best; million steps")
+    for row in rows:
+        first = [
+            next((f"{point['seconds']:6.1f}" for point in row["curve"] if point["success"] >= bar), "     -")
+            for bar in (0.25, 0.5, 0.75, 0.8, 0.85, 0.9)
+        ]
+        best = max(point["success"] for point in row["curve"])
+        print(f"   {' '.join(first)}  {100 * best:4.0f}%  {row['steps'] / 1e6:5.1f}  {row['name']}", flush=True)
 
 
 def show_kernels(title: str, work: Callable[[], Any], count: int = 30) -> None:

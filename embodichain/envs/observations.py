@@ -235,9 +235,9 @@ class ObservationBuilder:
 
 class Sensors(EventTerm):
     """Sensor errors that last for an episode: a bias and a delay, sampled at reset.
+
     Recent observations are kept in a ring buffer indexed by the step number. Until an episode is older than the delay,
     its first observation is returned. Building the observation of a state twice therefore gives the same result.
-        first observation is returned. Building the observation of a state twice therefore gives the same result.
     """
 
     modes = ("reset",)

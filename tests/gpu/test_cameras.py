@@ -18,6 +18,7 @@ from tests.gpu.gpu import make_task, needs_opengl, no_waiting, simulates
 
 pytestmark = simulates
 OVER = {"name": "over", "pos": [0.6, 0.3, 1.2], "lookat": [0.55, 0.0, 0.0], "fovy": 50.0, "width": 160, "height": 120}
+ODD = OVER | {"name": "odd", "width": 61, "height": 51}  # its pixels cannot be unpacked in groups of four
 SIDE = {"name": "side", "width": 120, "height": 96}
 
 
@@ -39,7 +40,7 @@ def colours(frames: Tensor, pixels: np.ndarray) -> np.ndarray:
 
 
 def test_things_are_seen_where_they_are() -> None:
-    with with_cameras(OVER, SIDE) as env:
+    with with_cameras(OVER, ODD, SIDE) as env:
         obs, _ = env.reset(seed=5)
         goal = torch.cat((obs["goal", "pos"], torch.zeros(8, 1, device="cuda")), dim=1)
         ahead = np.subtract(OVER["lookat"], OVER["pos"])
@@ -50,6 +51,7 @@ def test_things_are_seen_where_they_are() -> None:
         camera = env.physics.model.camera("side")
         views = {
             "over": (np.array(OVER["pos"]), axes, 50.0),
+            "odd": (np.array(ODD["pos"]), axes, 50.0),
             "side": (camera.pos, _matrix(camera.quat), float(camera.fovy[0])),
         }
         for name, (pos, orientation, fovy) in views.items():
@@ -90,8 +92,8 @@ OUTPUTS = {"outputs": ["rgb", "depth", "segmentation"]}
 
 
 def test_depth_and_segmentation_are_those_of_the_cpu() -> None:
-    needs_opengl()
     """Edges of things may lie a pixel apart; elsewhere ids are equal, and depths to a millimetre."""
+    needs_opengl()
     cameras = {"observations": {"cameras": [OVER | OUTPUTS, SIDE | OUTPUTS]}}
     with make_task(num_envs=8, env=cameras) as gpu, make_task(num_envs=8, device="cpu", env=cameras) as cpu:
         ours, theirs = gpu.reset(seed=5)[0], cpu.reset(seed=5)[0]
@@ -136,8 +138,8 @@ def test_a_recorded_step_shows_what_an_ordinary_one_shows(outputs: list[str]) ->
 
 
 def test_looks_that_differ_from_env_to_env_are_those_of_the_cpu() -> None:
-    needs_opengl()
     """Colours, textures, lights and cameras follow from the seed; a recorded reset draws and shows new ones."""
+    needs_opengl()
     settings: Any = {"observations": {"cameras": [CAMERA | {"outputs": ["rgb", "segmentation"]}]}, "events": LOOKS}
     with make_task(num_envs=8, env=settings, max_episode_steps=3) as gpu:
         with make_task(num_envs=8, device="cpu", env=settings) as cpu:

@@ -7,6 +7,7 @@ rays are traced again, but the cameras of other worlds look into empty space, wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from functools import cache
 from typing import Any
 
 import mujoco
@@ -18,6 +19,7 @@ from embodichain.envs.physics import Images
 from embodichain.envs.rendering import mounted_name
 from embodichain.envs.scene_cfg import OBSERVED_AS, CameraCfg, Output
 
+_PIXELS = 4  # unpacked by each thread, from 16 bytes to 12
 _FAR_AWAY = 1e6  # metres above the scene, for cameras that look upwards
 
 
@@ -38,7 +40,7 @@ class WarpCameras:
 
         ``varied`` are the model fields that differ between worlds.
         """
-        self._mjw, self._model, self._data, self._cfgs = mjw, warp_model, data, cfgs
+        self._wp, self._mjw, self._model, self._data, self._cfgs = wp, mjw, warp_model, data, cfgs
         wanted = {output: [output in cfg.outputs for cfg in cfgs] for output in OBSERVED_AS}
         self._context = mjw.create_render_context(
             model,
@@ -57,6 +59,8 @@ class WarpCameras:
             "depth": wp.to_torch(self._context.depth_data),
             "segmentation": wp.to_torch(self._context.seg_data),
         }
+        self._colors: dict[str, Tensor] = {}
+        """Colour images of the last rendering, uint8 ``[worlds, 3 * pixels]``, by camera."""
         self._pos, self._mat = wp.to_torch(data.cam_xpos), wp.to_torch(data.cam_xmat)
         device = self._pos.device
         self._void = torch.tensor([0.0, 0.0, _FAR_AWAY], device=device)
@@ -79,31 +83,79 @@ class WarpCameras:
         self._mat.copy_(torch.where(rows.unsqueeze(-1), self._upwards, self._mat))
 
     def draw(self) -> None:
-        """Render all cameras at their current poses."""
+        """Render all cameras at their current poses, into new memory for colours."""
         self._mjw.refit_bvh(self._model, self._data, self._context)
         self._mjw.render(self._model, self._data, self._context)
+        begin = 0
+        for cfg in self._cfgs:
+            if "rgb" in cfg.outputs:
+                self._colors[cfg.name] = self._unpack(begin, cfg.height * cfg.width)
+                begin += cfg.height * cfg.width
+
+    def _unpack(self, begin: int, size: int) -> Tensor:
+        """Return the colours of ``size`` pixels from ``begin`` on, uint8 ``[worlds, 3 * size]``."""
+        packed = self._buffers["rgb"]
+        if size % _PIXELS:
+            pixels = packed[:, begin : begin + size].contiguous()
+            return pixels.view(torch.uint8).view(*pixels.shape, 4)[..., :3].flip(-1).flatten(1)
+        colors = torch.empty(packed.shape[0], 3 * size, dtype=torch.uint8, device=packed.device)
+        words = self._wp.from_torch(colors.view(torch.int32), dtype=self._wp.uint32)
+        self._wp.launch(
+            _unpacking(self._wp),
+            dim=(packed.shape[0], size // _PIXELS),
+            inputs=[self._context.rgb_data, begin],
+            outputs=[words],
+            device=words.device,
+        )
+        return colors
 
     def images(self) -> Images:
-        """Return copies of the rendered images."""
+        """Return copies of the images that ``draw`` has rendered."""
         images: Images = {}
         first = dict.fromkeys(self._buffers, 0)
         for cfg in self._cfgs:
             for output in cfg.outputs:
                 begin, first[output] = first[output], first[output] + cfg.height * cfg.width
-                values = self._convert(cfg, output, self._buffers[output][:, begin : first[output]])
+                if output == "rgb":
+                    values = self._colors[cfg.name].view(-1, cfg.height * cfg.width, 3)
+                else:
+                    values = self._convert(cfg, output, self._buffers[output][:, begin : first[output]])
                 images.setdefault(OBSERVED_AS[output], {})[cfg.name] = values.view(
                     -1, cfg.height, cfg.width, values.shape[-1]
                 )
         return images
 
     def _convert(self, cfg: CameraCfg, output: Output, values: Tensor) -> Tensor:
-        """Convert the pixels of one camera, ``[worlds, pixels, ...]``, to the observation format."""
-        if output == "rgb":  # 32 bits per pixel: blue, green, red, alpha
-            return values.contiguous().view(torch.uint8).view(*values.shape, 4)[..., :3].flip(-1)
+        """Convert depth or ids of one camera, ``[worlds, pixels, ...]``, to the observation format."""
         if output == "depth":  # 0 for the background
             return torch.where(values > 0.0, values.clamp(cfg.near, cfg.far), cfg.far).unsqueeze(-1)
         geom, kind = values.unbind(-1)
         return self._ids[torch.where(kind == self._is_geom, geom, -1).long()].unsqueeze(-1)
+
+
+@cache
+def _unpacking(wp: Any) -> Any:
+    """Return a Warp kernel that unpacks pixels of 32 bits (blue, green, red, alpha), four of them to three words."""
+
+    def unpack(packed, begin, colors):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        world, group = wp.tid()
+        first = begin + 4 * group
+        a = packed[world, first]
+        b = packed[world, first + 1]
+        c = packed[world, first + 2]
+        d = packed[world, first + 3]
+        byte = wp.uint32(255)
+        one, two, three = wp.uint32(8), wp.uint32(16), wp.uint32(24)
+        red_green = ((a >> two) & byte) | (a & (byte << one))
+        colors[world, 3 * group] = red_green | ((a & byte) << two) | ((b >> two) << three)
+        green_blue = ((b >> one) & byte) | ((b & byte) << one)
+        colors[world, 3 * group + 1] = green_blue | (c & (byte << two)) | ((c >> one) << three)
+        blue_red = (c & byte) | ((d >> one) & (byte << one))
+        colors[world, 3 * group + 2] = blue_red | ((d & (byte << one)) << one) | ((d & byte) << three)
+
+    words = wp.array2d(dtype=wp.uint32)
+    unpack.__annotations__ = {"packed": words, "begin": int, "colors": words}
+    return wp.kernel(unpack, enable_backward=False)
 
 
 def _needed(model: mujoco.MjModel, varied: Set[str]) -> dict[str, bool]:

@@ -269,7 +269,7 @@ class StaticRows:
         for path, part in self._parts.items():
             columns = self._columns.get(path)
             if columns is None or table is None:
-                rows = part.index_select(0, index)
+                rows = _select(part, index)
             else:
                 rows = table[:, columns] if part.ndim > 1 else table[:, columns.start]
             batch.set(path, shaped(rows, shape))
@@ -289,6 +289,15 @@ class StaticRows:
             self._parts[path].copy_(leaves[path])
         self.minibatches = minibatches
         return True
+
+
+def _select(part: Tensor, index: Tensor) -> Tensor:
+    """Return copies of rows; those of images in words of 8 bytes, as each thread of a GPU copies one number."""
+    numbers = max(1, 8 // part.element_size())  # in a word
+    if part.ndim < 3 or part.shape[1:].numel() % numbers or part.storage_offset() % numbers or not part.is_contiguous():
+        return part.index_select(0, index)
+    rows = part.flatten(1).view(torch.int64).index_select(0, index)
+    return rows.view(part.dtype).view(-1, *part.shape[1:])
 
 
 def _side_by_side(leaves: dict[tuple[str, ...], Tensor]) -> dict[tuple[str, ...], slice]:
