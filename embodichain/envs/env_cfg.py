@@ -71,6 +71,8 @@ class EventsCfg(Config):
     """Factor on the sliding friction of the object."""
     randomize_mass: ScaleRangeCfg | None = None
     """Factor on the mass (and inertia) of the object."""
+    demonstration_starts: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of episodes that start from a random state of the expert's demonstrations; none in evaluations."""
     terms: dict[str, EventTermCfg | None] = {}
     """Further events by a name of your choice, each a registered function."""
 

@@ -254,7 +254,8 @@ def make_to_watch(
     """
     import_trusted(trusted_modules, config_folders(config))
     cfg = load_gym_config(config, **overrides)
-    cfg = cfg.replace(env=cfg.env.replace(curricula="final"))  # as in evaluation
+    events = cfg.env.events.replace(demonstration_starts=None)
+    cfg = cfg.replace(env=cfg.env.replace(curricula="final", events=events))  # as in evaluation
     is_foreign = not is_simulated_here(cfg) and cfg.id != MULTI_TASK
     if is_foreign and (unknown := unknown_id(cfg.id)):
         raise UnknownNameError(unknown)

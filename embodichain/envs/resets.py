@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.curricula import Curricula
+from embodichain.envs.demonstrations import DemonstrationStarts
 from embodichain.envs.observations import PackedObservation
 from embodichain.envs.physics import Physics
 from embodichain.envs.random import EPISODE, KEY, RandomStreams
@@ -124,9 +125,11 @@ class Resets:
         self._ahead_obs: PackedObservation
         self._episodes = state.streams.state[:, KEY : EPISODE + 1]  # live
         self._drawn_from = torch.full_like(self._origins(), -1)
+        self.demonstrations: DemonstrationStarts | None = None
+        """Replaces some of the sampled states by states of demonstrations."""
 
-    def begin(self, env_ids: Tensor, episodes: Tensor | None = None) -> None:
-        """Start the next episode in each of these envs, or the episodes with these seeds."""
+    def begin(self, env_ids: Tensor, episodes: Tensor | None = None) -> ResetState:
+        """Start the next episode in each of these envs, or the episodes with these seeds; return their first states."""
         state, variables = self._state, self._task.variables
         state.streams.next_episode(env_ids, episodes)
         start = self._sample(env_ids)
@@ -138,6 +141,7 @@ class Resets:
                 variables[name] = torch.empty_like(value)
             variables[name][env_ids] = value
         state.step.index_fill_(0, env_ids, 0)
+        return start
 
     def begin_drawn(self, env_ids: Tensor) -> PackedObservation:
         """Start the next episode in each of these envs from the states sampled ahead, and return their observation."""
@@ -186,6 +190,8 @@ class Resets:
         start = self._task.sample_start(env_ids, self._state.streams)
         for name, size in self._kept.items():
             start.variables[name] = torch.zeros(env_ids.numel(), size, device=env_ids.device)
+        if self.demonstrations is not None:
+            self.demonstrations.replace(env_ids, self._state.streams, start)
         return start
 
     def begin_where(self, done: Tensor, drawn: Drawn) -> None:

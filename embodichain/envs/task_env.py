@@ -13,13 +13,14 @@ from torch import Tensor
 
 from embodichain.envs.actions import MotorActionManager, RobotActionManager
 from embodichain.envs.curricula import Curricula
+from embodichain.envs.demonstrations import DemonstrationStarts, Demonstrator
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.observations import ObservationBuilder, PackedObservation, observation_space
 from embodichain.envs.physics import VISUAL, Images, Load, Physics, Quality
 from embodichain.envs.random import RandomStreams, channel
 from embodichain.envs.randomization import DomainRandomization, Draw, World
 from embodichain.envs.resets import Drawn, EnvState, Resets, check_state
-from embodichain.envs.task import Measurements, Scene, Task
+from embodichain.envs.task import Measurements, ResetState, Scene, Task
 from embodichain.envs.terms import LAST_ACTION, ObservationTerms, RewardTerms
 from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, VecEnv
 from embodichain.errors import ConfigError, EnvContractError, nearest
@@ -85,6 +86,8 @@ class TaskEnv(VecEnv):
         """On a GPU: a copy of the current observation at a fixed address, which a captured CUDA graph can read."""
         self._set_observation(self._build(self._measurements(), self._all))
         self._add_sensors()
+        if cfg.env.events.demonstration_starts is not None:
+            self._add_demonstrations(cfg.env.events.demonstration_starts)
         self._curricula.check(self.task.success(self._measurements()) is not None)
         self.observation_space: gym.spaces.Dict = observation_space(self._obs, self._cameras.bounds())
         self._masked = self.device.type != "cpu"
@@ -126,6 +129,31 @@ class TaskEnv(VecEnv):
             return
         self._events.add("observations", sensors)
         self._state.events.update(self._events.variables())
+        self._begin_again()
+
+    def _add_demonstrations(self, fraction: float) -> None:
+        """Record demonstrations of the expert, from whose states this fraction of the episodes starts."""
+        key = "env.events.demonstration_starts"
+        if not self.has_expert:
+            raise ConfigError(f"{key}: {self.cfg.id} has no expert to demonstrate it; leave it out")
+
+        def begin(seeds: Tensor) -> ResetState:
+            self._scene = None
+            return self._resets.begin(self._all, seeds)
+
+        def step() -> Tensor | None:
+            self._act(self.action_manager.unwrap(self.expert_action(), self._step))
+            self._simulate()
+            return self.task.success(self._measure())
+
+        states = Demonstrator(self.physics, self.task.variables, begin, step).record()
+        if states is None:
+            raise ConfigError(f"{key}: none of the expert's demonstrations of {self.cfg.id} succeeds; leave it out")
+        self._resets.demonstrations = DemonstrationStarts(states, fraction)
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Start the first episodes again."""
         self._streams.seed(self._all, self.seed)
         self._resets.begin(self._all)
         self._scene = None

@@ -79,3 +79,10 @@ def digest(trace: list[dict[str, Tensor]]) -> str:
             whole.update(name.encode())
             whole.update(said[name].contiguous().numpy().tobytes())
     return whole.hexdigest()
+
+
+def assert_same_leaves(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare two flat observations to the bit."""
+    assert found.keys() == expected.keys()
+    for name, leaf in found.items():
+        assert torch.equal(leaf, expected[name]), name

@@ -13,7 +13,7 @@ from embodichain.envs.tasks.cart_pole import CartPole
 from embodichain.envs.vec_env import HasExpert, VecEnv
 from embodichain.envs.wrappers import ChunkedEnv
 from embodichain.errors import EnvContractError, RenderingError
-from tests.envs.rollouts import TASKS, flat, random_actions, record, small
+from tests.envs.rollouts import TASKS, assert_same_leaves, flat, random_actions, record, small
 
 
 @pytest.fixture(scope="module", params=TASKS)
@@ -256,12 +256,6 @@ def test_rows_keep_their_places_whatever_the_order_of_the_ids():
     assert_same_leaves(permuted, flat(ordered.reset(seed=5)[0]))
     state = ordered.get_state()
     assert_same_leaves(flat(env.set_state(state[[2, 0, 1]], env_ids=[2, 0, 1])), permuted)
-
-
-def assert_same_leaves(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
-    for name, leaf in found.items():
-        assert torch.equal(leaf, expected[name]), name
 
 
 def test_close_releases_threads_and_may_be_called_twice():

@@ -1,0 +1,99 @@
+"""Episodes that start from states of the expert's demonstrations."""
+
+import pytest
+import torch
+
+from embodichain.envs import demonstrations
+from embodichain.envs.registration import make, make_to_watch
+from embodichain.errors import ConfigError
+from tests.envs.rollouts import assert_same_leaves, flat
+
+
+@pytest.fixture(autouse=True)
+def _few_demonstrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demonstrations, "EPISODES", 12)
+
+
+def starting(fraction: float | None, num_envs: int, id: str = "PlaceInBinRL", **others):
+    return make(id, num_envs=num_envs, seed=0, env={"events": {"demonstration_starts": fraction}}, **others)
+
+
+def test_the_chosen_fraction_starts_from_demonstrations_and_the_others_as_ever():
+    with starting(0.5, 400) as env, starting(None, 400) as plain:
+        mine, theirs = env.reset(seed=3)[0], plain.reset(seed=3)[0]
+        same = torch.stack(
+            [(a == b).flatten(1).all(1) for a, b in zip(flat(mine).values(), flat(theirs).values(), strict=True)]
+        ).all(0)
+        assert 160 <= int((~same).sum()) <= 240  # binomial, mean 200, standard deviation 10
+        assert not bool((theirs["task", "held"] > 0).any())
+        held = (mine["task", "held"] > 0).squeeze(1)
+        assert bool(held.any())  # some demonstrations had grasped the cube
+        assert not bool((held & same).any())
+
+
+def test_the_expert_finishes_what_a_demonstration_has_begun():
+    with starting(1.0, 64) as env:
+        env.reset(seed=1)
+        before = env.task.metrics(env.task.read())["distance"]
+        assert float(before.min()) < 0.1 < float(before.max())  # from all stages
+        solved = torch.zeros(64, dtype=torch.bool)
+        for _ in range(env.max_episode_steps - 1):
+            solved |= env.step(env.expert_action())[2]
+        assert float(solved.float().mean()) >= 0.95
+
+
+@pytest.mark.parametrize("id", ["PlaceInBinLanguageRL", "HandOverRL"])
+def test_states_depend_on_the_seed_alone_and_carry_goals_and_instructions(id):
+    """Neither on the number of envs nor on the seed with which the environment was made."""
+    with starting(1.0, 3, id) as few, make(id, num_envs=16, seed=9, env=few.cfg.env.to_dict()) as many:
+        mine, theirs = few.reset(seed=5)[0], many.reset(seed=5)[0]
+        assert_same_leaves(flat(mine), flat(theirs[:3]))
+        again = few.reset(seed=few.reset(seed=5)[1]["episode_seed"])[0]
+        assert_same_leaves(flat(again), flat(mine))
+        poses = list(few._resets.demonstrations._states.poses.values())
+        assert poses
+        assert all(float(pose.std(dim=0).sum()) > 0.01 for pose in poses)
+
+
+def test_resets_by_mask_start_alike():
+    """On a GPU envs are reset by mask."""
+    env, masked = starting(0.5, 6, max_episode_steps=80), starting(0.5, 6, max_episode_steps=80)
+    masked._masked, masked._before = True, masked._packed.copy()
+    for one in (env, masked):
+        one.reset(seed=2)
+    for _ in range(81):
+        mine, theirs = (one.step(one.expert_action()) for one in (env, masked))
+        assert torch.equal(mine[2] | mine[3], theirs[2] | theirs[3])
+        assert_same_leaves(flat(mine[0]), flat(theirs[0]))
+
+
+def test_a_state_that_is_restored_goes_on_with_the_same_episodes():
+    with starting(0.5, 4, max_episode_steps=3) as env:
+        env.reset(seed=2)
+        state = env.get_state()
+        runs = []
+        for _ in range(2):
+            env.set_state(state)
+            runs.append([flat(env.step(torch.zeros(4, env.action_manager.action_dim))[0].clone()) for _ in range(7)])
+        for mine, theirs in zip(*runs, strict=True):
+            assert_same_leaves(mine, theirs)
+
+
+def test_evaluations_start_as_the_task_does():
+    config = {"id": "PlaceInBinRL", "num_envs": 8, "seed": 0, "env": {"events": {"demonstration_starts": 1.0}}}
+    with make_to_watch(config) as watched, starting(None, 8) as plain:
+        assert_same_leaves(flat(watched.reset(seed=4)[0]), flat(plain.reset(seed=4)[0]))
+
+
+def test_bad_requests_say_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"demonstration_starts: QuadrupedVelocityRL has no expert .* leave it out"):
+        starting(0.5, 2, "QuadrupedVelocityRL")
+    with pytest.raises(ConfigError, match="demonstration_starts: HalfCheetah-v5 has no such settings; leave it out"):
+        starting(0.5, 2, "HalfCheetah-v5")
+    with pytest.raises(ConfigError, match=r"demonstration_starts.*1\.5"):
+        starting(1.5, 2)
+    from embodichain.envs.tasks.place_in_bin import PlaceInBin
+
+    monkeypatch.setattr(PlaceInBin, "success", lambda self, scene: scene["held"] < -1.0)
+    with pytest.raises(ConfigError, match="none of the expert's demonstrations of PlaceInBinRL succeeds"):
+        starting(0.5, 2)
