@@ -21,18 +21,35 @@ STEPS = 200
 """Maximum length of a demonstration, whatever the time limit of episodes."""
 
 
-class DemonstrationStarts:
-    """Replaces a fraction of reset states by random states of demonstrations."""
+@dataclass(frozen=True)
+class Demonstrations:
+    """All states of successful demonstrations up to the last one before success."""
 
-    def __init__(self, states: ResetState, fraction: float) -> None:
-        """``states`` are those of demonstrations, ``[num_states, ...]``."""
-        self._states, self._fraction, self._count = states, fraction, states.qpos.shape[0]
-        self._channel = channel("demonstration_starts", states.qpos.device)
+    states: ResetState
+    """``[num_states, ...]``: one demonstration after the other, each in order."""
+    lengths: Tensor
+    """Number of states of each demonstration, at least one, int64."""
+
+
+class DemonstrationStarts:
+    """Replaces a fraction of reset states by random states of demonstrations.
+
+    States shortly before success are the most likely: the last stage of a task, such as letting go, may take an expert
+    two steps of eighty, and all others are worth nothing without it. A state's distance to success, as a fraction of
+    its demonstration, is the square of a uniform number.
+    """
+
+    def __init__(self, demonstrations: Demonstrations, fraction: float) -> None:
+        self._states, self._fraction = demonstrations.states, fraction
+        self._lengths, self._ends = demonstrations.lengths, demonstrations.lengths.cumsum(0)
+        self._channel = channel("demonstration_starts", self._ends.device)
 
     def replace(self, env_ids: Tensor, streams: RandomStreams, start: ResetState) -> None:
         """Replace rows of ``start``, the sampled states of these envs; depends on the seeds of their episodes only."""
-        chance, place = streams.of(env_ids, self._channel, 0, 2).unbind(1)
-        chosen, index, states = chance < self._fraction, (place * self._count).long(), self._states
+        chance, which, ahead = streams.of(env_ids, self._channel, 0, 3).unbind(1)
+        episode = (which * self._ends.numel()).long()
+        index = self._ends[episode] - 1 - (ahead.square() * self._lengths[episode]).long()
+        chosen, states = chance < self._fraction, self._states
         start.qpos = _pick(chosen, states.qpos, index, start.qpos)
         start.qvel = _pick(chosen, states.qvel, index, start.qvel)
         for known, sampled in ((states.variables, start.variables), (states.poses, start.poses)):
@@ -58,18 +75,20 @@ class Demonstrator:
     step: Callable[[], Tensor | None]
     """Takes one step of the expert in all envs; returns where the task is solved now, bool ``[num_envs]``."""
 
-    def record(self) -> ResetState | None:
-        """Return all states of successful demonstrations, in order, up to the last before success; ``None`` if none."""
+    def record(self) -> Demonstrations | None:
+        """Return the successful demonstrations; ``None`` if there are none."""
         device, num_envs = self.physics.device, self.physics.num_envs
-        rounds = []
+        rounds, lengths = list[ResetState](), list[Tensor]()
         for first in range(0, EPISODES, num_envs):
             start = self.begin(first + torch.arange(num_envs, device=device))
-            rounds.append(self._episodes(start.poses, min(num_envs, EPISODES - first)))
-        found = _combine(lambda parts: torch.cat(tuple(parts)), rounds)
-        return found if found.qpos.shape[0] else None
+            states, solved_at = self._episodes(start.poses, min(num_envs, EPISODES - first))
+            rounds.append(states)
+            lengths.append(solved_at)
+        found = Demonstrations(_combine(lambda parts: torch.cat(tuple(parts)), rounds), torch.cat(lengths))
+        return found if found.lengths.numel() else None
 
-    def _episodes(self, poses: dict[str, Tensor], count: int) -> ResetState:
-        """Return the states of the first ``count`` envs, episode by episode, of those that succeed."""
+    def _episodes(self, poses: dict[str, Tensor], count: int) -> tuple[ResetState, Tensor]:
+        """Return the states of the first ``count`` envs that succeed, episode by episode, and how many each has."""
         states: list[ResetState] = []
         solved_at = torch.full((count,), STEPS, device=self.physics.device)
         while len(states) < STEPS and bool((solved_at == STEPS).any()):
@@ -80,7 +99,7 @@ class Demonstrator:
                 solved_at = torch.where(solved[:count] & (solved_at == STEPS), len(states), solved_at)
         order = torch.arange(len(states), device=solved_at.device)
         kept = (order < solved_at.unsqueeze(1)) & (solved_at < STEPS).unsqueeze(1)  # [count, len(states)]
-        return _combine(lambda parts: torch.stack(tuple(parts), dim=1)[kept], states)
+        return _combine(lambda parts: torch.stack(tuple(parts), dim=1)[kept], states), solved_at[solved_at < STEPS]
 
 
 def _combine(function: Callable[[Sequence[Tensor]], Tensor], states: Sequence[ResetState]) -> ResetState:

@@ -146,10 +146,10 @@ class TaskEnv(VecEnv):
             self._simulate()
             return self.task.success(self._measure())
 
-        states = Demonstrator(self.physics, self.task.variables, begin, step).record()
-        if states is None:
+        demonstrations = Demonstrator(self.physics, self.task.variables, begin, step).record()
+        if demonstrations is None:
             raise ConfigError(f"{key}: none of the expert's demonstrations of {self.cfg.id} succeeds; leave it out")
-        self._resets.demonstrations = DemonstrationStarts(states, fraction)
+        self._resets.demonstrations = DemonstrationStarts(demonstrations, fraction)
         self._begin_again()
 
     def _begin_again(self) -> None:

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from embodichain.envs import demonstrations
+from embodichain.envs.demonstrations import Demonstrations, DemonstrationStarts
+from embodichain.envs.random import RandomStreams
 from embodichain.envs.registration import make, make_to_watch
+from embodichain.envs.task import ResetState
 from embodichain.errors import ConfigError
 from tests.envs.rollouts import assert_same_leaves, flat
 
@@ -40,6 +43,27 @@ def test_the_expert_finishes_what_a_demonstration_has_begun():
         for _ in range(env.max_episode_steps - 1):
             solved |= env.step(env.expert_action())[2]
         assert float(solved.float().mean()) >= 0.95
+
+
+def test_states_shortly_before_success_are_the_likeliest():
+    """Distances to success are squares of uniform numbers, and every demonstration is as likely as any other."""
+    lengths = torch.tensor([100, 1, 50])
+    number = torch.arange(151.0, dtype=torch.float64)
+    states = ResetState(number.unsqueeze(1), number.unsqueeze(1), {}, {})
+    starts, envs = DemonstrationStarts(Demonstrations(states, lengths), 1.0), torch.arange(30_000)
+    streams = RandomStreams(30_000, torch.device("cpu"))
+    streams.seed(envs, 7)
+    streams.next_episode(envs)
+    sampled = ResetState(torch.full((30_000, 1), -1.0), torch.full((30_000, 1), -1.0), {}, {})
+    starts.replace(envs, streams, sampled)
+    chosen = sampled.qpos.squeeze(1)
+    first, second, third = (
+        chosen[(low <= chosen) & (chosen < high)] for low, high in ((0, 100), (100, 101), (101, 151))
+    )
+    assert [len(part) / 30_000 for part in (first, second, third)] == pytest.approx([1 / 3] * 3, abs=0.015)
+    for part, end, length in ((first, 100, 100), (third, 151, 50)):
+        share = [float((end - part <= fraction * length).float().mean()) for fraction in (0.04, 0.25, 1.0)]
+        assert share == pytest.approx([0.2, 0.5, 1.0], abs=0.025)
 
 
 @pytest.mark.parametrize("id", ["PlaceInBinLanguageRL", "HandOverRL"])

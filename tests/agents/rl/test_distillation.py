@@ -325,7 +325,9 @@ def test_everything_that_does_not_fit_is_listed():
 def taught(tmp_path_factory):
     """Return the run of a teacher of CartPoleRL, and what a config of distillation is to change."""
     folder = tmp_path_factory.mktemp("taught")
-    train_from_config(write_config(folder / "teacher.json", folder / "teacher", trainer={"iterations": 1}))
+    rate = {"cfg": {"learning_rate": 0.03}}  # so that its actions are not those of a new student
+    data = {"trainer": {"iterations": 4}, "algorithm": rate}
+    train_from_config(write_config(folder / "teacher.json", folder / "teacher", **data))
     return folder / "teacher"
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 
+from embodichain.agents.rl.algo import PPO, PPOCfg
+from embodichain.agents.rl.buffer.rollout_buffer import evaluate_rollout
+from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.models.actor_critic import NormalizedCritic
 from embodichain.agents.rl.models.mlp import MLP
 from embodichain.agents.rl.models.observation import RunningNormalizer
 from embodichain.agents.rl.utils.distributed import batch_moments, merge_moments
 from embodichain.errors import ConfigError
+from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
 
 def data(rows: int = 1000, seed: int = 0) -> torch.Tensor:
@@ -139,3 +146,64 @@ def test_critic_learns_returns_of_any_scale_alike() -> None:
 def test_critic_must_end_in_one_linear_output() -> None:
     with pytest.raises(ConfigError, match="one linear output"):
         NormalizedCritic(MLP(4, 1, [8], last_activation="tanh"))
+
+
+# --- the first rollout --------------------------------------------------------------------------------------------
+
+
+def collected(normalize: bool = True, **settings: Any) -> tuple[Any, SyncCollector]:
+    torch.manual_seed(0)
+    env = ScriptedEnv(6, ends=[3, 4, 100, 100, 100, 100], limit=5)
+    policy = make_policy(env, normalize_obs=normalize, **settings)
+    return policy, SyncCollector(env, policy)
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory": {"hidden_size": 4}}], ids=["plain", "recurrent"])
+def test_the_first_rollout_is_trained_on_with_its_own_statistics(settings: dict[str, Any]) -> None:
+    """Its log-probabilities and values are evaluated again, so that ratios begin at 1; it counts once."""
+    policy, collector = collected(**settings)
+    algorithm = PPO(PPOCfg(n_epochs=1, batch_size=48, sequence_length=8 if settings else None), policy)
+    rollout = collector.collect(8)
+    before = copy.deepcopy(policy)
+    before.update_normalizer(rollout["observation"].reshape(-1))
+    with torch.no_grad():
+        log_prob, value = evaluate_rollout(before, rollout)
+    raw = rollout["value"].clone()
+    metrics = algorithm.update(rollout)
+    assert abs(metrics["approx_kl"]) < 1e-7
+    assert torch.allclose(rollout["sample_log_prob"], log_prob, atol=1e-6)
+    assert torch.allclose(rollout["value"], value, atol=1e-6)
+    assert not torch.allclose(rollout["value"], raw, atol=1e-3)
+    inside = ~rollout["done"][:, :-1]
+    assert torch.allclose(rollout["next_value"][:, :-1][inside], value[:, 1:][inside], atol=1e-6)
+    normalizer = policy.encoder.normalizer
+    assert normalizer.count == 48
+    assert torch.allclose(normalizer.mean, before.encoder.normalizer.mean)
+    second = collector.collect(8)
+    kept = second["sample_log_prob"].clone()
+    algorithm.update(second)
+    assert torch.equal(second["sample_log_prob"], kept)
+    assert normalizer.count == 96
+
+
+def test_statistics_that_exist_or_are_frozen_leave_the_first_rollout_as_it_is() -> None:
+    for frozen in (False, True):
+        policy, collector = collected()
+        if frozen:
+            policy.encoder.normalizer.frozen = True
+        else:
+            policy.update_normalizer(collector.collect(8)["observation"].reshape(-1))
+        rollout = collector.collect(8)
+        kept = rollout["sample_log_prob"].clone()
+        PPO(PPOCfg(n_epochs=1), policy).update(rollout)
+        assert torch.equal(rollout["sample_log_prob"], kept)
+        assert policy.encoder.normalizer.count.abs() == (0 if frozen else 96)
+
+
+def test_a_critic_that_is_trained_alone_leaves_the_statistics_to_the_first_update_of_the_policy() -> None:
+    policy, collector = collected()
+    algorithm = PPO(PPOCfg(n_epochs=1, value_warmup=1), policy)
+    algorithm.update(collector.collect(8))
+    assert policy.encoder.normalizer.count == 0
+    assert abs(algorithm.update(collector.collect(8))["approx_kl"]) < 0.05
+    assert policy.encoder.normalizer.count == 48

@@ -463,7 +463,9 @@ def test_an_auxiliary_loss_teaches_what_only_the_critic_sees() -> None:
     assert torch.allclose(*(torch.autograd.grad(part, weight, retain_graph=True)[0] for part in (loss, expected)))
     algorithm = PPO(PPOCfg(device="cpu", n_epochs=20, batch_size=48, learning_rate=3e-3), policy)
     first = algorithm.update(rollout)["auxiliary_loss"]
-    assert algorithm.update(rollout)["auxiliary_loss"] < 0.8 * first
+    for _ in range(3):
+        last = algorithm.update(rollout)["auxiliary_loss"]
+    assert last < 0.8 * first
     copy.deepcopy(policy)
     with pytest.raises(ConfigError, match="name it in critic_obs"):
         make_policy(ScriptedEnv(), auxiliary_coef=0.5)

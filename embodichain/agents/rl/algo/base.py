@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from embodichain.agents.rl.algo.advantages import next_values
 from embodichain.agents.rl.algo.gradient_steps import GraphedSteps, Meter, PolicyOptimizer
 from embodichain.agents.rl.buffer.rollout_buffer import (
     EVALUATED_ROWS,
@@ -95,6 +96,7 @@ class BaseAlgorithm(ABC):
         self.buffer: RolloutBuffer | None = None
         self._collector: SyncCollector | None = None
         self._rollout: TensorDictBase | None = None
+        self._has_statistics = self._is_first_in_statistics = False
 
     @abstractmethod
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
@@ -169,12 +171,31 @@ class BaseAlgorithm(ABC):
         self.check_num_envs(rollout.batch_size[0])
         return rollout if rollout["reward"].device == self.device else rollout.to(self.device)
 
+    def _begin_statistics(self, rollout: TensorDictBase) -> bool:
+        """Take the policy's first observation statistics from a rollout before it is trained on; return if they are.
+
+        After an update on observations that are not normalised, a policy learns less for a long time.
+        """
+        if self._has_statistics or self._keeps_statistics:
+            return False
+        self._has_statistics = True
+        if not self.policy.lacks_statistics:
+            return False
+        self._add_statistics(rollout)
+        self._is_first_in_statistics = True
+        return True
+
+    @torch.no_grad()
+    def _add_statistics(self, rollout: TensorDictBase) -> None:
+        for part in flatten_time_major(rollout.select("observation")).split(EVALUATED_ROWS):
+            self.policy.update_normalizer(part["observation"])
+
     def _finish_update(self, rollout: TensorDictBase) -> None:
         """Update the policy's observation statistics, and increment its version."""
+        if not self._keeps_statistics and not self._is_first_in_statistics:
+            self._add_statistics(rollout)
+        self._is_first_in_statistics = False
         with torch.no_grad():
-            if not self._keeps_statistics:
-                for part in flatten_time_major(rollout.select("observation")).split(EVALUATED_ROWS):
-                    self.policy.update_normalizer(part["observation"])
             self.policy.version += 1
 
     @property
@@ -409,6 +430,19 @@ class ClippedAlgorithm(MinibatchAlgorithm):
         super().join(ranks)
         if self.reference is not None:
             ranks.copy_first(self.reference)
+
+    def _normalize_first(self, rollout: TensorDictBase) -> None:
+        """Normalise the first rollout by its own statistics: its log-probabilities and values become those of now."""
+        if not self._begin_statistics(rollout):
+            return
+        if self.reference is not None:
+            self.reference = _frozen_copy(self.policy)  # still the initial policy, now with statistics
+        with torch.no_grad():
+            log_prob, value = evaluate_rollout(self.policy, rollout, self.cfg.batch_size)
+            rollout["sample_log_prob"] = log_prob.float()
+            if self.needs_critic:
+                value = value.float()
+                rollout["value"], rollout["next_value"] = value, next_values(rollout, value)
 
     def _add_reference(self, data: TensorDictBase, rollout: TensorDictBase) -> None:
         """Add ``reference_log_prob``, the log-probabilities under the reference policy, if there is one."""

@@ -84,6 +84,7 @@ class GRPO(ClippedAlgorithm):
         """
         cfg = self.cfg
         rollout = self._take(rollout, KEYS)
+        self._normalize_first(rollout)
 
         # R_t = r_t + gamma R_{t+1} until the episode ends: GAE with lambda = 1 and no values
         done = rollout["done"]

@@ -96,6 +96,7 @@ class PPO(ClippedAlgorithm):
         """
         cfg = self.cfg
         rollout = self._take(rollout, ROLLOUT_KEYS)
+        self._normalize_first(rollout)
 
         # For rollouts of an older policy: log-probabilities and values of the current policy
         proximal = None

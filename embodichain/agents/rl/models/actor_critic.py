@@ -247,6 +247,10 @@ class NetworkPolicy(Policy):
     def update_normalizer(self, obs: Observation) -> None:
         self.encoder.update_normalizer(obs)
 
+    @property
+    def lacks_statistics(self) -> bool:
+        return self.encoder.normalizer is not None and self.encoder.normalizer.is_empty
+
     def _evaluate(self, features: Tensor, privileged: Tensor | None, actions: Tensor) -> Evaluation:
         self._compute_auxiliary_loss(features, privileged)
         params, value = self._actor_and_value(features, privileged)

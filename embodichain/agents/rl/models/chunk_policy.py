@@ -106,6 +106,10 @@ class ChunkPolicy(CriticPolicy):
     def update_normalizer(self, obs: Observation) -> None:
         self.encoder.update_normalizer(obs)
 
+    @property
+    def lacks_statistics(self) -> bool:
+        return self.encoder.normalizer is not None and self.encoder.normalizer.is_empty
+
     def _value(self, features: Tensor, privileged: Tensor | None) -> Tensor:
         inputs = features if privileged is None else torch.cat([features, privileged], dim=-1)
         return self.critic(inputs).squeeze(-1).float()

@@ -25,8 +25,8 @@ class RunningNormalizer(SharedStatistics):
     """Normalises ``[..., dim]`` to zero mean and unit variance by running statistics.
 
     Only ``update`` changes the statistics, in training mode and unless they are ``frozen``. So they are constant while
-    a rollout is collected and trained on. They are buffers, saved with the policy. Before the first update, inputs are
-    only clipped.
+    a rollout is collected and trained on. They are buffers, saved with the policy. While they are empty, inputs are
+    only clipped; algorithms therefore take the first statistics from the first rollout before they train on it.
     """
 
     count: Tensor
@@ -53,6 +53,11 @@ class RunningNormalizer(SharedStatistics):
         """Population variance ``[dim]`` of all data so far; ones before the first update."""
         count = self.count.abs()
         return self.m2 / count if count > 0 else torch.ones_like(self.m2)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no statistics yet, and ``update`` would add some."""
+        return bool(self.count == 0.0) and not self.frozen
 
     @property
     def frozen(self) -> bool:

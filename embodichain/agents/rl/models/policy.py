@@ -254,6 +254,11 @@ class Policy(nn.Module, ABC):
     def update_normalizer(self, obs: Observation) -> None:
         """Update running statistics with the observations of a rollout; algorithms call it after each update."""
 
+    @property
+    def lacks_statistics(self) -> bool:
+        """Whether observations are to be normalised and there are no statistics yet; synchronises with a GPU."""
+        return False
+
     def update_value_normalizer(self, returns: Tensor) -> None:
         """Update running statistics with the returns of a rollout; algorithms call it before each update."""
 

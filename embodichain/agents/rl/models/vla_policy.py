@@ -133,6 +133,12 @@ class VLAPolicy(Policy):
             self.model.normalizer.frozen = self.freeze_normalizer
         self.model.update_normalizer(obs)
 
+    @property
+    def lacks_statistics(self) -> bool:
+        if not isinstance(self.model, VLAModel) or self.model.normalizer is None or self.freeze_normalizer:
+            return False
+        return self.model.normalizer.is_empty
+
     @classmethod
     def settings_below(cls, cfg: Mapping[str, Any]) -> dict[tuple[str, ...], type[Config]]:
         given = cfg.get("vla_config")
