@@ -77,6 +77,10 @@ class Parity:
         if job not in self.runs or len(outcome["curve"]) >= len(self.runs[job]["curve"]):
             self.runs[job] = {"name": job[0], "seed": job[1], "start": start_success, **outcome}
 
+    def keep_from(self, start_success: float) -> None:
+        """Forget the runs that began with another policy than the one whose success this is."""
+        self.runs = {job: one for job, one in self.runs.items() if one["start"] == start_success}
+
     def is_over(self, job: Job) -> bool:
         """Tell whether a run was evaluated at its end."""
         return job in self.runs and self.runs[job]["final"] is not None
@@ -142,6 +146,8 @@ def compare(args: argparse.Namespace, rollouts: int, start_folder: Path, before:
     jobs = parity.missing(plan(args.variants, args.seeds))
     if jobs:
         case = CameraVLA(SMALL if args.small else LARGE, rollouts=rollouts, start=start_folder, head="flow")
+        parity.keep_from(case.start_success)
+        jobs = parity.missing(plan(args.variants, args.seeds))
         parity.what = [*case.words(), f"runs at a time, each on its own part of the cores: {args.jobs}"]
         for line in parity.what:
             print(line, flush=True)

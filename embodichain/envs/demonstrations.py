@@ -16,9 +16,9 @@ from embodichain.envs.random import RandomStreams, channel
 from embodichain.envs.task import ResetState
 
 EPISODES = 256
-"""Number of demonstrations; they do not depend on the seed and the number of envs."""
+"""Number of demonstrations; they do not depend on the seed, the device and the number of envs."""
 STEPS = 200
-"""Maximum length of a demonstration, whatever the time limit of episodes."""
+"""Maximum length of a demonstration, unless episodes may take longer."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Demonstrations:
     """``[num_states, ...]``: one demonstration after the other, each in order."""
     lengths: Tensor
     """Number of states of each demonstration, at least one, int64."""
+
+    def to(self, device: torch.device) -> "Demonstrations":
+        """Return them on a device."""
+        return Demonstrations(_combine(lambda parts: parts[0].to(device), [self.states]), self.lengths.to(device))
 
 
 class DemonstrationStarts:
@@ -53,8 +57,9 @@ class DemonstrationStarts:
         start.qpos = _pick(chosen, states.qpos, index, start.qpos)
         start.qvel = _pick(chosen, states.qvel, index, start.qvel)
         for known, sampled in ((states.variables, start.variables), (states.poses, start.poses)):
-            for name, values in known.items():
-                sampled[name] = _pick(chosen, values, index, sampled[name])
+            for name in sampled.keys() & known.keys():
+                sampled[name] = _pick(chosen, known[name], index, sampled[name])
+        start.demonstrated = chosen
 
 
 def _pick(chosen: Tensor, states: Tensor, index: Tensor, others: Tensor) -> Tensor:
@@ -72,34 +77,28 @@ class Demonstrator:
     """Task variables, live, ``[num_envs, ...]``."""
     begin: Callable[[Tensor], ResetState]
     """Starts the episodes with these seeds in all envs, and returns their first states."""
-    step: Callable[[], Tensor | None]
-    """Takes one step of the expert in all envs; returns where the task is solved now, bool ``[num_envs]``."""
+    step: Callable[[], tuple[Tensor, Tensor]]
+    """Takes one step of the expert in all envs; returns where the task is solved now, and where the episode failed."""
+    steps: int
+    """Maximum length of a demonstration."""
 
     def record(self) -> Demonstrations | None:
-        """Return the successful demonstrations; ``None`` if there are none."""
-        device, num_envs = self.physics.device, self.physics.num_envs
-        rounds, lengths = list[ResetState](), list[Tensor]()
-        for first in range(0, EPISODES, num_envs):
-            start = self.begin(first + torch.arange(num_envs, device=device))
-            states, solved_at = self._episodes(start.poses, min(num_envs, EPISODES - first))
-            rounds.append(states)
-            lengths.append(solved_at)
-        found = Demonstrations(_combine(lambda parts: torch.cat(tuple(parts)), rounds), torch.cat(lengths))
-        return found if found.lengths.numel() else None
-
-    def _episodes(self, poses: dict[str, Tensor], count: int) -> tuple[ResetState, Tensor]:
-        """Return the states of the first ``count`` envs that succeed, episode by episode, and how many each has."""
-        states: list[ResetState] = []
-        solved_at = torch.full((count,), STEPS, device=self.physics.device)
-        while len(states) < STEPS and bool((solved_at == STEPS).any()):
+        """Return one demonstration of every env that succeeds; ``None`` if none does."""
+        num_envs, device = self.physics.num_envs, self.physics.device
+        poses = self.begin(torch.arange(num_envs, device=device)).poses
+        states = list[ResetState]()
+        lengths = torch.zeros(num_envs, dtype=torch.int64, device=device)  # of those that have succeeded
+        running = torch.ones(num_envs, dtype=torch.bool, device=device)
+        while len(states) < self.steps and bool(running.any()):
             live = ResetState(self.physics.qpos, self.physics.qvel, self.variables, poses)
-            states.append(_combine(lambda parts: parts[0][:count].clone(), [live]))
-            solved = self.step()
-            if solved is not None:
-                solved_at = torch.where(solved[:count] & (solved_at == STEPS), len(states), solved_at)
-        order = torch.arange(len(states), device=solved_at.device)
-        kept = (order < solved_at.unsqueeze(1)) & (solved_at < STEPS).unsqueeze(1)  # [count, len(states)]
-        return _combine(lambda parts: torch.stack(tuple(parts), dim=1)[kept], states), solved_at[solved_at < STEPS]
+            states.append(_combine(lambda parts: parts[0].clone(), [live]))
+            solved, failed = self.step()
+            lengths[running & solved & ~failed] = len(states)
+            running &= ~(solved | failed)
+        kept = torch.arange(len(states), device=device) < lengths.unsqueeze(1)  # [num_envs, len(states)]
+        found = _combine(lambda parts: torch.stack(tuple(parts), dim=1)[kept], states)
+        lengths = lengths[lengths > 0]
+        return Demonstrations(found, lengths) if lengths.numel() else None
 
 
 def _combine(function: Callable[[Sequence[Tensor]], Tensor], states: Sequence[ResetState]) -> ResetState:

@@ -202,6 +202,8 @@ class ObservationBuilder:
         Only contiguous tensors can be copied together, by ``copy_together``, which also takes one kernel.
         """
         count = packed.shape[0]
+        if not self._sizes:
+            return []
         if self._order is None or self._order.numel() != packed.numel():
             places = torch.arange(packed.numel(), device=packed.device).view_as(packed)
             self._order = torch.cat([part.flatten() for part in places.split(self._sizes, dim=1)])

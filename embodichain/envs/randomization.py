@@ -398,10 +398,13 @@ class DomainRandomization:
             rows |= {name: fields[name] for name in term.fields if name in fields}
             term.begin(rows, draw)
             if event.mode == "reset":
-                rows |= {name: getattr(start, name) for name in event.motion}
+                rows |= {name: getattr(start, name).clone() for name in event.motion}
                 term.apply(rows, draw)
                 for name in event.motion:
-                    setattr(start, name, rows[name])
+                    moved = rows[name]
+                    if start.demonstrated is not None:
+                        moved = torch.where(start.demonstrated.unsqueeze(1), getattr(start, name), moved)
+                    setattr(start, name, moved)
             if event.due is not None:
                 rows["due"] = event.wait(streams, ids, None)
             fields |= {name: rows[name] for name in term.fields if name in fields}

@@ -152,7 +152,11 @@ class Renderer:
                 raise RenderingError("this renderer was closed: make a new one")
             with _current(self._context):  # afterwards no context is current, so that another thread may render
                 if "depth" in out and self._depth_drawing is None:
-                    self._depth_drawing = self._new_drawing(_QUALITY[self._quality] | _ROUND)
+                    try:
+                        self._depth_drawing = self._new_drawing(_QUALITY[self._quality] | _ROUND)
+                    except (RuntimeError, mujoco.FatalError) as error:
+                        problem = f"cannot make a depth image of {self.height}x{self.width}: {error}"
+                        raise RenderingError(problem) from error
                 for row, env in enumerate(ids):
                     load(self._data, env)
                     self._update_scene(view, fovy)

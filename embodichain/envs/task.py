@@ -50,6 +50,8 @@ class ResetState:
     qvel: Tensor
     variables: dict[str, Tensor] = field(default_factory=dict)
     poses: dict[str, Tensor] = field(default_factory=dict)
+    demonstrated: Tensor | None = None
+    """Bool ``[n]``: states of demonstrations, in which reset events move nothing."""
 
 
 Start = ResetState  # former name

@@ -11,12 +11,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from embodichain.envs import demonstrations
 from embodichain.envs.actions import MotorActionManager, RobotActionManager
 from embodichain.envs.curricula import Curricula
-from embodichain.envs.demonstrations import DemonstrationStarts, Demonstrator
-from embodichain.envs.env_cfg import GymCfg
+from embodichain.envs.demonstrations import Demonstrations, DemonstrationStarts, Demonstrator
+from embodichain.envs.env_cfg import GymCfg, ObservationsCfg
 from embodichain.envs.observations import ObservationBuilder, PackedObservation, observation_space
 from embodichain.envs.physics import VISUAL, Images, Load, Physics, Quality
+from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.random import RandomStreams, channel
 from embodichain.envs.randomization import DomainRandomization, Draw, World
 from embodichain.envs.resets import Drawn, EnvState, Resets, check_state
@@ -132,25 +134,49 @@ class TaskEnv(VecEnv):
         self._begin_again()
 
     def _add_demonstrations(self, fraction: float) -> None:
-        """Record demonstrations of the expert, from whose states this fraction of the episodes starts."""
-        key = "env.events.demonstration_starts"
+        """Start this fraction of the episodes from states of the expert's demonstrations."""
+        key, name = "env.events.demonstration_starts", self.cfg.id
         if not self.has_expert:
-            raise ConfigError(f"{key}: {self.cfg.id} has no expert to demonstrate it; leave it out")
+            raise ConfigError(f"{key}: {name} has no expert to demonstrate it; leave it out")
+        if self._curricula.active:
+            problem = (
+                "demonstrations do not follow a curriculum, and their successes would count; leave one of them out"
+            )
+            raise ConfigError(f"{key}: {problem}")
+        recorded = _record(self.cfg, type(self.task))
+        if recorded is None:
+            limit = f"{self._demonstration_steps} steps"
+            problem = f"none of the expert's demonstrations of {name} succeeds within {limit}; leave it out"
+            raise ConfigError(f"{key}: {problem}")
+        if int(recorded.lengths.max()) == 1:
+            raise ConfigError(
+                f"{key}: {name} is solved from the start, so there is nothing to demonstrate; leave it out"
+            )
+        self._resets.demonstrations = DemonstrationStarts(recorded.to(self.device), fraction)
+        self._begin_again()
+
+    def demonstrate(self) -> Demonstrations | None:
+        """Return one demonstration of the expert in every env that succeeds; ``None`` if none does."""
 
         def begin(seeds: Tensor) -> ResetState:
             self._scene = None
             return self._resets.begin(self._all, seeds)
 
-        def step() -> Tensor | None:
+        def step() -> tuple[Tensor, Tensor]:
             self._act(self.action_manager.unwrap(self.expert_action(), self._step))
             self._simulate()
-            return self.task.success(self._measure())
+            scene = self._measure()
+            nowhere = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+            solved = self.task.success(scene)
+            scene["success"] = nowhere.float() if solved is None else solved.float()
+            parts = [part for part in (self.task.failed(scene), self.physics.diverged) if part is not None]
+            return nowhere if solved is None else solved, torch.stack([nowhere, *parts]).any(0)
 
-        demonstrations = Demonstrator(self.physics, self.task.variables, begin, step).record()
-        if demonstrations is None:
-            raise ConfigError(f"{key}: none of the expert's demonstrations of {self.cfg.id} succeeds; leave it out")
-        self._resets.demonstrations = DemonstrationStarts(demonstrations, fraction)
-        self._begin_again()
+        return Demonstrator(self.physics, self.task.variables, begin, step, self._demonstration_steps).record()
+
+    @property
+    def _demonstration_steps(self) -> int:
+        return max(demonstrations.STEPS, self.max_episode_steps or 0)
 
     def _begin_again(self) -> None:
         """Start the first episodes again."""
@@ -490,7 +516,8 @@ class Scoring:
             if self._weighs or not parts.is_floating_point():
                 parts = parts * self._weight_column
         if kept is not None:  # zero in the first step of an episode
-            parts = torch.where(kept, (self._last_terms * (step > 1)).to(parts.dtype), parts)
+            last = torch.where(step > 1, self._last_terms, 0.0)  # not a product: they may be infinite
+            parts = torch.where(kept, last.to(parts.dtype), parts)
         reward = parts.t().contiguous().sum(dim=1)  # in an order that does not depend on num_envs
         if parts.dtype != torch.float32:  # a task may compute in double precision
             parts, reward = parts.float(), reward.float()
@@ -536,3 +563,16 @@ def _check_flags(name: str, flags: Any, num_envs: int) -> None:
         f"{name} must return bool [num_envs], here [{num_envs}], or None; got {got}. Compare with a threshold, one "
         'result per env: scene["distance"] < 0.02'
     )
+
+
+def _record(cfg: GymCfg, task_class: type[Task]) -> Demonstrations | None:
+    """Record demonstrations on the CPU, which gives the same states everywhere, with the nominal physics."""
+    events = cfg.env.events.replace(demonstration_starts=None, randomize_friction=None, randomize_mass=None, terms={})
+    env_cfg = cfg.env.replace(events=events, observations=ObservationsCfg())
+    cfg = cfg.replace(num_envs=demonstrations.EPISODES, device="cpu", env=env_cfg)
+    physics = MujocoCpuPhysics(task_class.build_model(cfg), cfg.num_envs, cfg.num_threads, task_class.outputs)
+    env = TaskEnv(cfg, task_class, physics)
+    try:
+        return env.demonstrate()
+    finally:
+        env.close()

@@ -109,6 +109,38 @@ def test_evaluations_start_as_the_task_does():
         assert_same_leaves(flat(watched.reset(seed=4)[0]), flat(plain.reset(seed=4)[0]))
 
 
+def test_tasks_of_several_start_as_they_do_where_they_are_watched():
+    own = {"id": "PlaceInBinRL", "env": {"events": {"demonstration_starts": 1.0}}}
+    config = {"id": "MultiTask", "num_envs": 8, "seed": 0, "kwargs": {"tasks": [own, "PlaceInBinRL"]}}
+    with make_to_watch(config) as watched, make(config) as trained:
+        held = [float((env.reset(seed=4)[0]["task", "held"] > 0).float().mean()) for env in (watched, trained)]
+    assert held[0] == 0.0 < held[1]
+    config["env"] = own["env"]
+    with pytest.raises(ConfigError, match=r"env\.events of each task of kwargs\.tasks"):
+        make(config)
+
+
+@pytest.mark.parametrize("pose", [{"x": [-0.05, 0.05], "y": [-0.05, 0.05]}, None])
+def test_reset_events_leave_demonstrated_states_where_they_are(pose):
+    """Otherwise a cube that is held would leave the gripper."""
+    terms = {} if pose is None else {"moved": {"func": "body_pose", "params": {"body": "cube", "pose_range": pose}}}
+    events = {"demonstration_starts": 1.0, "terms": terms}
+    with make("PlaceInBinRL", num_envs=200, seed=0, env={"events": events}) as env:
+        held = env.reset(seed=1)[0]["task", "held"] > 0
+    assert float(held.float().mean()) > 0.3
+
+
+def test_slow_experts_and_experts_that_fail_on_the_way(monkeypatch: pytest.MonkeyPatch):
+    slow = {"substeps": 2, "actions": {"ee_delta": {"scale": 0.012}}, "events": {"demonstration_starts": 1.0}}
+    with make("PlaceInBinRL", num_envs=2, seed=0, max_episode_steps=900, env=slow) as env:
+        assert int(env._resets.demonstrations._lengths.max()) > 200
+    from embodichain.envs.tasks.place_in_bin import PlaceInBin
+
+    monkeypatch.setattr(PlaceInBin, "failed", lambda self, scene: scene["cube_pos"][:, 2] > 0.12)
+    with pytest.raises(ConfigError, match="none of the expert's demonstrations"):
+        starting(1.0, 2)
+
+
 def test_bad_requests_say_what_to_do(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"demonstration_starts: QuadrupedVelocityRL has no expert .* leave it out"):
         starting(0.5, 2, "QuadrupedVelocityRL")
@@ -116,8 +148,16 @@ def test_bad_requests_say_what_to_do(monkeypatch: pytest.MonkeyPatch):
         starting(0.5, 2, "HalfCheetah-v5")
     with pytest.raises(ConfigError, match=r"demonstration_starts.*1\.5"):
         starting(1.5, 2)
+    with pytest.raises(ConfigError, match="CartPoleRL is solved from the start, so there is nothing to demonstrate"):
+        starting(0.5, 2, "CartPoleRL")
+    grows = {"curriculum": {"by": "success", "from": [0.0, 0.0], "to": [-0.18, 0.18], "between": [0.3, 0.8]}}
+    curriculum = {"randomize_target": {"y": grows}}
+    with pytest.raises(ConfigError, match="demonstrations do not follow a curriculum"):
+        make("PushCubeRL", num_envs=2, env={"events": {"demonstration_starts": 0.5, **curriculum}})
     from embodichain.envs.tasks.place_in_bin import PlaceInBin
 
     monkeypatch.setattr(PlaceInBin, "success", lambda self, scene: scene["held"] < -1.0)
-    with pytest.raises(ConfigError, match="none of the expert's demonstrations of PlaceInBinRL succeeds"):
+    with pytest.raises(
+        ConfigError, match="none of the expert's demonstrations of PlaceInBinRL succeeds within 200 steps"
+    ):
         starting(0.5, 2)

@@ -38,7 +38,7 @@ from embodichain.agents.rl.run_records import RunOrigin
 from embodichain.agents.rl.runs import RunFolder, locked_run, open_folder, read_saved, telling_how_to_continue
 from embodichain.agents.rl.train import EXIT_INTERRUPTED, begin_from, make_eval_env, report
 from embodichain.agents.rl.utils.distributed import Ranks, is_launched
-from embodichain.envs.registration import make
+from embodichain.envs.registration import make_to_watch
 from embodichain.errors import ConfigError
 from embodichain.extras import config_folders, locate_trusted
 from embodichain.utils.console import MessageConsole, printing, shown_messages
@@ -172,7 +172,7 @@ def build_imitation(
 def _spaces(cfg: ImitateCfg, trusted_modules: Collection[str]) -> dict[str, Any]:
     """Return the observation and action spaces of the environment, or else of the first folder."""
     if cfg.trainer.gym_config:
-        with make(cfg.trainer.environment | {"num_envs": 1}, trusted_modules) as env:
+        with make_to_watch(cfg.trainer.environment | {"num_envs": 1}, trusted_modules) as env:
             return {"observation": env.observation_space, "action": env.action_space}
     part = cfg.source.parts()[0]
     observation, action = spaces_of_folder(str(part.dataset), part.keys)
