@@ -17,8 +17,8 @@ from embodichain.envs.task import ResetState
 
 EPISODES = 256
 """Number of demonstrations; they do not depend on the seed, the device and the number of envs."""
-STEPS = 200
-"""Maximum length of a demonstration, unless episodes may take longer."""
+STEPS, LONGEST = 200, 1000
+"""Maximum length of a demonstration: that of an episode, but within these bounds."""
 
 
 @dataclass(frozen=True)

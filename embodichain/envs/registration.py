@@ -189,12 +189,15 @@ def make(
     are Gymnasium's; ``module:Name-v0`` is imported only if ``module`` is trusted.
     """
     import_trusted(trusted_modules, config_folders(config))
-    cfg = load_gym_config(config, **overrides)
+    return _make_fitting(load_gym_config(config, **overrides), trusted_modules)
+
+
+def _make_fitting(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool = False) -> VecEnv:
     with fits_memory("num_envs", f"a number of {cfg.num_envs} environments", cfg.id):
-        return _make(cfg, trusted_modules)
+        return _make(cfg, trusted_modules, to_watch)
 
 
-def _make(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv:
+def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecEnv:
     """Build the environment of a complete config."""
     if cfg.id == MULTI_TASK:
         common: dict[str, Any] = {"device": cfg.device, "num_threads": cfg.num_threads}
@@ -203,7 +206,7 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv:
             problem = "expected in the env.events of each task of kwargs.tasks that is to have it"
             raise ConfigError(f"env.events.demonstration_starts: {problem}; leave it out here", cfg.id)
         common |= {"seed": cfg.seed, "env": {"curricula": cfg.env.curricula}}
-        if cfg.env.curricula == "final":  # to watch
+        if to_watch:
             common["env"]["events"] = {"demonstration_starts": None}
         return make_multi_task(cfg.kwargs, cfg.num_envs, lambda one: make(one, trusted_modules, **common))
     if is_simulated_here(cfg):
@@ -265,7 +268,7 @@ def make_to_watch(
     if is_foreign and (unknown := unknown_id(cfg.id)):
         raise UnknownNameError(unknown)
     env = _make_with_images(cfg, trusted_modules) if video and is_foreign else None
-    env = make(cfg, trusted_modules) if env is None else env
+    env = _make_fitting(cfg, trusted_modules, to_watch=True) if env is None else env
     if env.max_episode_steps is not None:
         return env
     env.close()

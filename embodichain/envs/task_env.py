@@ -176,7 +176,7 @@ class TaskEnv(VecEnv):
 
     @property
     def _demonstration_steps(self) -> int:
-        return max(demonstrations.STEPS, self.max_episode_steps or 0)
+        return min(max(demonstrations.STEPS, self.max_episode_steps or 0), demonstrations.LONGEST)
 
     def _begin_again(self) -> None:
         """Start the first episodes again."""

@@ -224,7 +224,8 @@ def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def copy_where(mask: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy rows of ``source`` into ``target`` ``[n, ...]``, of the same dtype, where ``mask`` ``[n]`` is true."""
-    torch.where(mask.view(-1, *[1] * (target.dim() - 1)), source, target, out=target)  # one kernel
+    mask = mask.view(-1, *[1] * (target.dim() - 1))
+    torch.where(mask, source.expand_as(target), target, out=target)  # one kernel
 
 
 @cache

@@ -17,7 +17,7 @@ from embodichain.agents.datasets.lerobot import LeRobotReader
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import GymCfg
 from embodichain.envs.publishing import positions
-from embodichain.envs.registration import make, unknown_id
+from embodichain.envs.registration import make_to_watch, unknown_id
 from embodichain.envs.task_env import TaskEnv
 from embodichain.errors import ConfigError, DatasetError, EmbodiChainError, UnknownNameError
 from embodichain.viewer.playback import Panel, ViewFrame, to_image
@@ -110,7 +110,7 @@ class Recording:
         try:
             config = json.loads((root / SCENE_FILE).read_text(encoding="utf-8"))["gym_config"]
             config = {**config, "num_envs": 1, "device": "cpu"}
-            with make(config, trusted_modules) as env:
+            with make_to_watch(config, trusted_modules) as env:
                 if not isinstance(env, TaskEnv):
                     raise DatasetError(f"{config.get('id')} is not simulated here")
                 self.model, self.camera = env.physics.model, env.task.camera

@@ -1,5 +1,8 @@
 """Episodes that start from states of the expert's demonstrations."""
 
+from contextlib import closing
+
+import gymnasium
 import pytest
 import torch
 
@@ -115,6 +118,8 @@ def test_tasks_of_several_start_as_they_do_where_they_are_watched():
     with make_to_watch(config) as watched, make(config) as trained:
         held = [float((env.reset(seed=4)[0]["task", "held"] > 0).float().mean()) for env in (watched, trained)]
     assert held[0] == 0.0 < held[1]
+    with make(config | {"env": {"curricula": "final"}}) as trained:  # a setting for training, too
+        assert float((trained.reset(seed=4)[0]["task", "held"] > 0).float().mean()) == held[1]
     config["env"] = own["env"]
     with pytest.raises(ConfigError, match=r"env\.events of each task of kwargs\.tasks"):
         make(config)
@@ -139,6 +144,27 @@ def test_slow_experts_and_experts_that_fail_on_the_way(monkeypatch: pytest.Monke
     monkeypatch.setattr(PlaceInBin, "failed", lambda self, scene: scene["cube_pos"][:, 2] > 0.12)
     with pytest.raises(ConfigError, match="none of the expert's demonstrations"):
         starting(1.0, 2)
+
+
+def test_an_expert_that_gets_nowhere_does_not_demonstrate_for_ever(monkeypatch: pytest.MonkeyPatch):
+    """Gymnasium limits the length of episodes in a wrapper around the environment, which has no limit of its own."""
+    from embodichain.envs.tasks.place_in_bin import PlaceInBin
+
+    usual = PlaceInBin.success
+
+    def success(self, scene):
+        reached = usual(self, scene)
+        return reached & (torch.arange(reached.numel()) != 3) if reached.numel() == 12 else reached
+
+    monkeypatch.setattr(PlaceInBin, "success", success)
+    monkeypatch.setattr(demonstrations, "LONGEST", 220)
+    settings = {"env": {"events": {"demonstration_starts": 1.0}}}
+    with closing(gymnasium.make("embodichain/PlaceInBinRL-v0", **settings)) as env:
+        starts = env.unwrapped.vec_env._resets.demonstrations
+        assert starts._lengths.numel() == 11
+        assert int(starts._lengths.max()) < 200
+        held = [float(env.reset(seed=seed)[0]["task"]["held"][0]) for seed in range(12)]
+    assert max(held) == 1.0
 
 
 def test_bad_requests_say_what_to_do(monkeypatch: pytest.MonkeyPatch):

@@ -201,9 +201,40 @@ def test_statistics_that_exist_or_are_frozen_leave_the_first_rollout_as_it_is() 
 
 
 def test_a_critic_that_is_trained_alone_leaves_the_statistics_to_the_first_update_of_the_policy() -> None:
+    """They would change the actions of a policy that was pretrained on observations as they are."""
     policy, collector = collected()
     algorithm = PPO(PPOCfg(n_epochs=1, value_warmup=1), policy)
     algorithm.update(collector.collect(8))
     assert policy.encoder.normalizer.count == 0
     assert abs(algorithm.update(collector.collect(8))["approx_kl"]) < 0.05
     assert policy.encoder.normalizer.count == 48
+
+
+def test_a_restored_algorithm_takes_first_statistics_as_a_new_one_does() -> None:
+    policy, collector = collected()
+    algorithm = PPO(PPOCfg(n_epochs=1), policy)
+    rollout, weights, state = collector.collect(8), copy.deepcopy(policy.state_dict()), algorithm.state_dict()
+    losses = []
+    for _ in range(2):
+        policy.load_state_dict(weights)
+        algorithm.load_state_dict(copy.deepcopy(state))
+        torch.manual_seed(1)
+        losses.append(algorithm.update(rollout.clone())["value_loss"])
+    assert losses[0] == losses[1]
+
+
+def test_statistics_take_in_the_rollout_after_one_whose_update_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, collector = collected()
+    algorithm = PPO(PPOCfg(n_epochs=1), policy)
+
+    def fail(returns: torch.Tensor) -> None:
+        raise MemoryError
+
+    rollout = collector.collect(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "update_value_normalizer", fail)
+        with pytest.raises(MemoryError):
+            algorithm.update(rollout)
+    assert policy.encoder.normalizer.count == 48
+    algorithm.update(collector.collect(8))
+    assert policy.encoder.normalizer.count == 96

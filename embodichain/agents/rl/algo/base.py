@@ -160,6 +160,7 @@ class BaseAlgorithm(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from ``state_dict``."""
         self.progress = state["progress"]
+        self._has_statistics = False  # the policy, which is restored by itself, may have none
 
     def _take(self, rollout: TensorDictBase | None, keys: Iterable[str]) -> TensorDictBase:
         """Check the rollout (default: the collected one) and return it on the algorithm's device."""
@@ -176,14 +177,14 @@ class BaseAlgorithm(ABC):
 
         After an update on observations that are not normalised, a policy learns less for a long time.
         """
+        self._is_first_in_statistics = False  # of an update that has failed
         if self._has_statistics or self._keeps_statistics:
             return False
+        if self.policy.lacks_statistics:
+            self._add_statistics(rollout)
+            self._is_first_in_statistics = True
         self._has_statistics = True
-        if not self.policy.lacks_statistics:
-            return False
-        self._add_statistics(rollout)
-        self._is_first_in_statistics = True
-        return True
+        return self._is_first_in_statistics
 
     @torch.no_grad()
     def _add_statistics(self, rollout: TensorDictBase) -> None:
@@ -436,7 +437,8 @@ class ClippedAlgorithm(MinibatchAlgorithm):
         if not self._begin_statistics(rollout):
             return
         if self.reference is not None:
-            self.reference = _frozen_copy(self.policy)  # still the initial policy, now with statistics
+            for buffer, value in zip(self.reference.buffers(), self.policy.buffers(), strict=True):
+                buffer.copy_(value)  # still the initial policy, now with statistics
         with torch.no_grad():
             log_prob, value = evaluate_rollout(self.policy, rollout, self.cfg.batch_size)
             rollout["sample_log_prob"] = log_prob.float()

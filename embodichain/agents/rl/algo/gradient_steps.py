@@ -294,7 +294,8 @@ class StaticRows:
 def _select(part: Tensor, index: Tensor) -> Tensor:
     """Return copies of rows; those of images in words of 8 bytes, as each thread of a GPU copies one number."""
     numbers = max(1, 8 // part.element_size())  # in a word
-    if part.ndim < 3 or part.shape[1:].numel() % numbers or part.storage_offset() % numbers or not part.is_contiguous():
+    size = part.shape[1:].numel()
+    if part.ndim < 3 or not size or size % numbers or part.storage_offset() % numbers or not part.is_contiguous():
         return part.index_select(0, index)
     rows = part.flatten(1).view(torch.int64).index_select(0, index)
     return rows.view(part.dtype).view(-1, *part.shape[1:])

@@ -137,6 +137,8 @@ class VLAPolicy(Policy):
     def lacks_statistics(self) -> bool:
         if not isinstance(self.model, VLAModel) or self.model.normalizer is None or self.freeze_normalizer:
             return False
+        if self.freeze_normalizer is not None:
+            self.model.normalizer.frozen = self.freeze_normalizer
         return self.model.normalizer.is_empty
 
     @classmethod
