@@ -126,7 +126,7 @@ def all_jobs() -> Iterator[Job]:
     yield Job("cameras, rates", "cameras", (*cameras, "env", "train"), 100, **alone)
     yield Job("cameras, seed 0", "cameras", (*cameras, "learn", "--seeds", "0"), 90, **alone)
     yield Job("envs beside mujoco_warp", "envs", (*envs, "--out", "{work}/gpu_envs.json"), 70, **alone)
-    yield Job("suite on the CPU", "sim", (*suite, "--output", "{work}/sim.json"), 190, cores=12)
+    yield Job("suite on the CPU", "sim", (*suite, "--output", "{work}/sim.json"), 190, cores=6)
     yield Job("flow VLA", "flow", rate, 460, 8, **shared, least=240, left=flow_left)
     first_worlds = (*worlds, "--jobs", str(FIRST_AT_ONCE), "--tasks", *FIRST, "--seeds")
     left = worlds_left(FIRST, FIRST_AT_ONCE, (0,))
