@@ -403,6 +403,22 @@ def test_a_penalty_keeps_the_policy_near_the_reference() -> None:
     assert distances[1] < 0.2 * distances[0]
 
 
+def test_a_reference_takes_no_larger_batches_than_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout of images would not fit into memory at once."""
+    policy, collector = setup()
+    algorithm, sizes = PPO(PPOCfg(n_epochs=1, batch_size=7, kl_coef=0.1), policy), list[int]()
+    evaluate = type(policy).evaluate
+
+    def measured(self: Any, batch: Any) -> Any:
+        sizes.append(batch.batch_size[0])
+        return evaluate(self, batch)
+
+    monkeypatch.setattr(type(policy), "evaluate", measured)
+    algorithm.update(collector.collect(8))
+    assert sum(sizes) == 2 * 48
+    assert max(sizes) == 7
+
+
 def test_a_reference_shares_what_is_not_trained() -> None:
     policy, collector = setup(normalize_obs=True)
     policy.actor[0].requires_grad_(False)
@@ -476,3 +492,60 @@ def test_settings_out_of_range_are_named() -> None:
     policy.critic.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"value_warmup: expected 0, as ActorCritic trains no part.*got 3"):
         PPO(PPOCfg(value_warmup=3), policy)
+
+
+# --- weights of lower precision -----------------------------------------------------------------------------------
+
+
+def trained(dtype: torch.dtype, steps: int) -> tuple[nn.Module, PolicyOptimizer]:
+    """Fit a linear layer to a line with steps far below the spacing of bfloat16 numbers near 1."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 1)
+    layer.weight.data.uniform_(0.9, 1.1)
+    layer.to(dtype)
+    optimizer = PolicyOptimizer(layer, 1e-5, 100.0)
+    step(layer, optimizer, steps)
+    return layer, optimizer
+
+
+def step(layer: nn.Module, optimizer: PolicyOptimizer, steps: int) -> None:
+    x = torch.ones(4, 8, dtype=layer.weight.dtype)
+    for _ in range(steps):
+        optimizer.backward(layer(x).float().mean())
+        optimizer.step()
+
+
+def test_small_steps_add_up_in_weights_of_lower_precision() -> None:
+    """1000 steps of 1e-5 are 0.01; one alone is a hundredth of what bfloat16 can tell apart there."""
+    exact, _ = trained(torch.float32, 1000)
+    for dtype in (torch.bfloat16, torch.float16):
+        begun, _ = trained(dtype, 0)
+        ended, optimizer = trained(dtype, 1000)
+        assert ended.weight.dtype == dtype
+        assert {values["exp_avg_sq"].dtype for values in optimizer.adam.state.values()} == {torch.float32}
+        moved, wanted = (begun.weight - ended.weight).detach().float().mean(), 1000 * 1e-5
+        assert float(moved) == pytest.approx(wanted, rel=0.25)  # a mean of eight rounded weights
+        assert torch.allclose(ended.weight.float(), exact.weight, rtol=2**-7)
+
+
+def test_weights_of_lower_precision_are_resumed_to_the_last_bit() -> None:
+    whole, whole_optimizer = trained(torch.bfloat16, 700)
+    half, optimizer = trained(torch.bfloat16, 300)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(half.state_dict())
+    other, second = trained(torch.bfloat16, 5)
+    other.load_state_dict(weights)
+    second.load_state_dict(state)
+    step(other, second, 400)
+    assert torch.equal(other.weight, whole.weight)
+    for mine, theirs in zip(second.state_dict()["float32"], whole_optimizer.state_dict()["float32"], strict=True):
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, theirs)
+
+
+def test_weights_that_are_loaded_behind_the_optimiser_count() -> None:
+    layer, optimizer = trained(torch.bfloat16, 50)
+    with torch.no_grad():
+        layer.weight.fill_(-3.0)
+    step(layer, optimizer, 1)
+    assert torch.allclose(layer.weight.float(), torch.full((1, 8), -3.0), atol=1e-4)
+    assert trained(torch.float32, 1)[1].state_dict().keys() == {"adam", "scaler"}

@@ -117,6 +117,16 @@ def test_a_policy_acts_to_the_last_bit_as_before_its_value_was_warmed_up(statist
     env.close()
 
 
+def test_settings_of_a_resumed_imitation_are_those_of_its_config():
+    env, policy = chunked_pair(4)
+    first = Imitation(ImitationCfg(total_steps=4, weight_decay=0.1), policy)
+    first.update(demonstrations(env))
+    resumed = Imitation(ImitationCfg(total_steps=4, weight_decay=0.5), policy)
+    resumed.load_state_dict(first.state_dict())
+    assert [group["weight_decay"] for group in resumed.optimizer.param_groups] == [0.5]
+    env.close()
+
+
 def test_a_network_acts_to_the_last_bit_as_before_its_critic_was_warmed_up():
     env = ScriptedEnv(6, ends=7)
     policy = make_policy(env, normalize_obs=True, normalize_value=True)

@@ -450,7 +450,8 @@ class ClippedAlgorithm(MinibatchAlgorithm):
         """Add ``reference_log_prob``, the log-probabilities under the reference policy, if there is one."""
         if self.reference is not None:
             with torch.no_grad(), self.optimizer.matmul_precision(), self.optimizer.autocast():
-                data["reference_log_prob"] = evaluate_rollout(self.reference, rollout)[0].float()
+                log_prob, _ = evaluate_rollout(self.reference, rollout, self.cfg.batch_size)
+                data["reference_log_prob"] = log_prob.float()
 
     def _reference_kl(self, log_prob: Tensor, batch: TensorDictBase) -> Tensor | None:
         """Return non-negative estimates ``[rows]`` of ``KL(pi || pi_ref) = E[pi_ref / pi - 1 - log(pi_ref / pi)]``."""

@@ -1,6 +1,6 @@
 """Gradient steps: Adam with mixed precision, means of metrics, and steps that are replayed as CUDA graphs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -59,8 +59,48 @@ class Meter:
         return dict(zip(self._sums, values, strict=True))
 
 
+class Float32Weights:
+    """Float32 copies of parameters in lower precision, which an optimiser trains in their place.
+
+    A step of 5e-6 is smaller than the spacing of bfloat16 numbers around 0.01, so that rounding would undo it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        own = list(parameters)
+        self._copies = {p: nn.Parameter(p.detach().float()) for p in own if p.dtype in _AUTOCAST.values()}
+        self.parameters = [self.of(parameter) for parameter in own]
+        """What the optimiser trains: the copies, and the parameters that need none."""
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the copy of a parameter, or itself if it has none."""
+        return self._copies.get(parameter, parameter)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Move the gradients to the copies; those of parameters that were changed elsewhere follow first."""
+        for own, precise in self._copies.items():
+            precise.copy_(torch.where(precise.to(own.dtype) == own, precise, own.float()))
+            precise.grad, own.grad = None if own.grad is None else own.grad.float(), None
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Round the copies to the parameters."""
+        for own, precise in self._copies.items():
+            own.copy_(precise)
+
+    def state_dict(self) -> list[Tensor]:
+        """Return the copies."""
+        return [precise.detach() for precise in self._copies.values()]
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Sequence[Tensor]) -> None:
+        """Restore the copies from ``state_dict``; without any, they are those of the parameters."""
+        for (own, precise), saved in zip(self._copies.items(), state or self._copies, strict=True):
+            precise.copy_(saved if state else own)
+
+
 class PolicyOptimizer:
-    """Adam with gradient clipping and optional mixed precision.
+    """Adam with gradient clipping and optional mixed precision; trains weights of lower precision in float32.
 
     ``weight_decay`` is decoupled from the gradient, as in AdamW. ``value_rate`` is the initial learning rate of the
     critic; its ratio to that of the policy stays constant.
@@ -83,6 +123,7 @@ class PolicyOptimizer:
             problem = f"none of {type(policy).__name__}'s parameters is to be trained: one that load_policy returns is"
             raise ConfigError(f"{problem} frozen until you call policy.requires_grad_()", "policy")
         self.parameters = list(trained.values())
+        self._weights = Float32Weights(self.parameters)
         self.max_grad_norm = max_grad_norm
         self._host_rate = learning_rate
         self._first_rates = learning_rate, learning_rate if value_rate is None else value_rate
@@ -97,7 +138,8 @@ class PolicyOptimizer:
         groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
         for name, parameter in trained.items():
             is_of_value = value_rate is not None and isinstance(policy, Policy) and policy.in_critic(name)
-            groups.setdefault((is_of_value, weight_decay if _decays(name, parameter) else 0.0), []).append(parameter)
+            decay = weight_decay if _decays(name, parameter) else 0.0
+            groups.setdefault((is_of_value, decay), []).append(self._weights.of(parameter))
         entries: list[dict[str, Any]] = []
         for (is_of_value, decay), members in groups.items():
             self._is_of_value.append(is_of_value)
@@ -190,19 +232,23 @@ class PolicyOptimizer:
 
     def step(self) -> Tensor:
         """Take a step with the accumulated gradient; return its norm before clipping, ``[]``."""
+        self._weights.take_gradients()
         self.scaler.unscale_(self.adam)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm, foreach=True)
+        norm = nn.utils.clip_grad_norm_(self._weights.parameters, self.max_grad_norm, foreach=True)
         self.scaler.step(self.adam)
         self.scaler.update()
+        self._weights.write()
         self.adam.zero_grad(set_to_none=True)
         return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Return Adam's state, learning rate and loss scale, independent of the device and parameter groups."""
-        moments = {i: self.adam.state[p] for i, p in enumerate(self.parameters) if p in self.adam.state}
+        moments = {i: self.adam.state[p] for i, p in enumerate(self._weights.parameters) if p in self.adam.state}
         group = {**self.adam.state_dict()["param_groups"][0], "lr": self.learning_rate}
         group |= {"params": list(range(len(self.parameters)))}
-        return {"adam": {"state": moments, "param_groups": [group]}, "scaler": self.scaler.state_dict()}
+        state = {"adam": {"state": moments, "param_groups": [group]}, "scaler": self.scaler.state_dict()}
+        precise = self._weights.state_dict()
+        return state | {"float32": precise} if precise else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from ``state_dict``."""
@@ -212,7 +258,8 @@ class PolicyOptimizer:
             raise CheckpointError(
                 f"Adam's state is that of {there} trained parameters, and here {here} are trained: train the same parts"
             )
-        index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self._weights.load_state_dict(state.get("float32", []))
+        index = {id(parameter): i for i, parameter in enumerate(self._weights.parameters)}
         order = [index[id(parameter)] for group in self.adam.param_groups for parameter in group["params"]]
         moments = state["adam"]["state"]
         own["state"] = {place: moments[i] for place, i in enumerate(order) if i in moments}

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from embodichain.agents.rl.algo.gradient_steps import Float32Weights
 from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.models.observation import RunningNormalizer, entry_of
@@ -83,9 +84,10 @@ class Imitation:
         trained = [p for name, p in policy.named_parameters() if p.requires_grad and not policy.in_critic(name)]
         if not trained:
             raise ConfigError(f"none of {type(policy).__name__}'s parameters is to be trained", "policy")
-        self.optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
+        self._weights = Float32Weights(trained)
+        parameters = self._weights.parameters
+        self.optimizer = torch.optim.AdamW(parameters, lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._scale)
-        self._trained = trained
 
     @property
     def chunk_size(self) -> int:
@@ -121,21 +123,28 @@ class Imitation:
             loss, losses["auxiliary_loss"] = loss + auxiliary, auxiliary.detach()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        losses["grad_norm"] = nn.utils.clip_grad_norm_(self._trained, self.cfg.max_grad_norm).detach()
+        self._weights.take_gradients()
+        norm = nn.utils.clip_grad_norm_(self._weights.parameters, self.cfg.max_grad_norm)
+        losses["grad_norm"] = norm.detach()
         self.optimizer.step()
+        self._weights.write()
         self.schedule.step()
         return losses
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimiser and schedule."""
-        return {"optimizer": self.optimizer.state_dict(), "schedule": {"last_epoch": self.schedule.last_epoch}}
+        state = {"optimizer": self.optimizer.state_dict(), "schedule": {"last_epoch": self.schedule.last_epoch}}
+        precise = self._weights.state_dict()
+        return state | {"float32": precise} if precise else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.last_epoch = int(state["schedule"]["last_epoch"])
-        for group in self.optimizer.param_groups:
+        self._weights.load_state_dict(state.get("float32", []))
+        for group in self.optimizer.param_groups:  # settings come from the config
             group["lr"] = self.cfg.learning_rate * self._scale(self.schedule.last_epoch)
+            group["weight_decay"] = self.cfg.weight_decay
 
     @property
     def learning_rate(self) -> float:
