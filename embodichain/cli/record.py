@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -19,9 +20,12 @@ from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
     from embodichain.agents.datasets.frames import EpisodeSource, Key
+    from embodichain.agents.datasets.lerobot import Trace
     from embodichain.envs.env_cfg import GymCfg
 
 _DEFAULT_FPS = 30
+_INSTRUCTIONS = 8
+"""Instructions whose episodes are counted in the output."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +83,50 @@ def main(argv: Sequence[str]) -> int:
             about.names,
         )
         with writer, Progress(console=console, transient=True) as progress:
-            recorded = record(source, writer, args.episodes, cfg.check().only_success, args.task)
+            quotas = quotas_of([task.weight for task in cfg.tasks()], args.episodes)
+            recorded = record(source, writer, args.episodes, cfg.check().only_success, args.task, quotas)
             traces = list(progress.track(recorded, total=args.episodes, description="recording"))
     if scene is not None:
         write_scene(args.out, scene)
     frames = sum(trace.length for trace in traces)
     console.print(f"{args.out}: {len(traces)} episodes, {frames} frames at {writer.fps} per second")
+    for line in _counted(traces, [task.name for task in cfg.tasks()], args.task or name):
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if args.read:
         likeness = read_back(args.out, traces)
         images = "" if likeness is None else f"; images alike to {likeness:.1f} dB or better"
         console.print(f"read back: {len(traces)} episodes, {frames} frames, numbers identical{images}")
     return 0
+
+
+def quotas_of(weights: Sequence[float], episodes: int) -> list[int]:
+    """Return the number of episodes of each task, in proportion to weights and at least one each; with fewer episodes
+    than tasks, one of each of the heaviest tasks."""
+    from embodichain.envs.multi_task import shares_of
+
+    if len(weights) <= episodes:
+        return shares_of(weights, episodes) if weights else []
+    chosen = sorted(range(len(weights)), key=lambda i: -weights[i])[:episodes]
+    return [int(i in chosen) for i in range(len(weights))]
+
+
+def _counted(traces: Sequence[Trace], tasks: Sequence[str], default: str) -> list[str]:
+    """Return how many episodes there are of each of several tasks, and of each of several instructions."""
+    words = Counter((trace.task_index, trace.task or default) for trace in traces)
+    if not tasks:
+        return _shortened([f"{text}: {number}" for (_, text), number in words.most_common()]) if len(words) > 1 else []
+    lines = []
+    for index, task in enumerate(tasks):
+        own = [(text, number) for (of, text), number in words.most_common() if of == index]
+        inner = ", ".join(_shortened([f"{text} {number}" for text, number in own]))
+        lines.append(f"{task}: {sum(number for _, number in own)}" + (f" ({inner})" if inner else ""))
+    return lines
+
+
+def _shortened(parts: list[str]) -> list[str]:
+    """Return the first parts, and the number of those left out."""
+    more = len(parts) - _INSTRUCTIONS
+    return [*parts[:_INSTRUCTIONS], f"and {more} more instructions"] if more > 0 else parts
 
 
 def _has_expert(source: EpisodeSource) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from embodichain.cli.main import main
+from embodichain.cli.record import quotas_of
 from embodichain.cli.stream import load_stream_config
 from embodichain.errors import ConfigError
 
@@ -98,3 +99,36 @@ def test_record_tells_that_actions_are_random(tmp_path: Path, capfd: pytest.Capt
     words = ["--episodes", "1", "--action_config.source", "random"]  # it has an expert, which was not wanted
     assert main(["record", "ReachRL", "--out", str(tmp_path / "reach"), *words]) == 0
     assert "no scripted expert" not in capfd.readouterr().out
+
+
+@pytest.mark.extra("data")
+def test_few_recorded_episodes_of_several_tasks_follow_the_weights(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Eight envs of the first task end at the same time; it still gets two thirds of eight episodes."""
+    tasks = [
+        {"id": "ReachRL", "num_envs": 8, "max_episode_steps": 3, "task": "reach far", "weight": 2},
+        {"id": "ReachRL", "num_envs": 8, "max_episode_steps": 6, "task": "reach slowly", "weight": 1},
+    ]
+    path, out = tmp_path / "tasks.json", tmp_path / "two"
+    settings = {"buffer_size": 16, "gym_config": tasks, "action_config": {"only_success": False}}
+    path.write_text(json.dumps(settings))
+    assert main(["record", str(path), "--out", str(out), "--episodes", "8", "--read"]) == 0
+    words = capfd.readouterr().out
+    assert "8 episodes, 33 frames" in words
+    assert "ReachRL: 5 (" in words
+    assert "ReachRL 2: 3 (" in words
+
+
+@pytest.mark.parametrize(
+    ("weights", "episodes", "quotas"),
+    [
+        ([2, 1], 8, [5, 3]),
+        ([100, 1, 1], 8, [6, 1, 1]),
+        ([1, 2, 3], 2, [0, 1, 1]),
+        ([1, 1, 1], 3, [1, 1, 1]),
+        ([], 4, []),
+    ],
+)
+def test_quotas_of_recorded_tasks(weights: list[float], episodes: int, quotas: list[int]) -> None:
+    assert quotas_of(weights, episodes) == quotas

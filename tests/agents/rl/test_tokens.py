@@ -144,6 +144,22 @@ def test_it_is_learned_with(name, level):
     assert math.isfinite(algorithm.update(collector.collect(8))["policy_loss"])
 
 
+@pytest.mark.parametrize(("name", "cfg"), [(PPO, PPOCfg), (GRPO, GRPOCfg)])
+@pytest.mark.parametrize(
+    ("policy", "level", "levels"),
+    [
+        ("tokens", "denoising_step", "chunk, action, token"),
+        ("flow", "token", "chunk, action, denoising_step"),
+        ("gaussian", "token", "chunk, action"),
+    ],
+)
+def test_ratios_of_factors_that_a_policy_does_not_have_are_refused(name, cfg, policy, level, levels):
+    space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    built = build_policy({"name": policy, "chunk_size": 3}, 4, space, "cpu")
+    with pytest.raises(ConfigError, match=rf"log_prob_per: expected one of {levels}, which .*, got {level}"):
+        name(cfg(log_prob_per=level), built)
+
+
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 @pytest.mark.parametrize("policy", ["flow", "tokens"])
 def test_a_run_resumes_bit_by_bit(policy, name, tmp_path):

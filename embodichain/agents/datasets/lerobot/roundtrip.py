@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,9 @@ class Trace:
     length: int
     checksums: dict[Key, int]
     images: dict[Key, Tensor]
+    task: str | None = None
+    """Task description that was written; None for the writer's."""
+    task_index: int = 0
 
     @classmethod
     def of(cls, episode: Episode, cameras: set[Key], keep: bool = True) -> Trace:
@@ -39,18 +42,27 @@ class Trace:
         frames = {key: torch.cat(pieces).contiguous() for key, pieces in episode.frames.items()}
         numbers = {key: value.view(torch.uint8).numpy() for key, value in frames.items() if key not in cameras}
         images = {key: value for key, value in frames.items() if key in cameras and keep}
-        return cls(episode.length, {key: zlib.crc32(value.tobytes()) for key, value in numbers.items()}, images)
+        checksums = {key: zlib.crc32(value.tobytes()) for key, value in numbers.items()}
+        return cls(episode.length, checksums, images, episode.task, episode.task_index)
 
 
 def record(
-    source: EpisodeSource, writer: LeRobotWriter, episodes: int, only_success: bool = False, task: str | None = None
+    source: EpisodeSource,
+    writer: LeRobotWriter,
+    episodes: int,
+    only_success: bool = False,
+    task: str | None = None,
+    quotas: Sequence[int] = (),
 ) -> Iterator[Trace]:
     """Write the next ``episodes`` episodes of a source; yield the trace of each.
-    ``task`` replaces the task of every episode; None keeps them."""
+    ``task`` replaces the task of every episode; None keeps them. ``quotas``, which sum to ``episodes``, limit the
+    episodes of each of several tasks."""
     cameras = {feature.leaf.key for feature in features_of(source.layout) if feature.is_camera}
-    left, image_bytes, failures = episodes, 0, 0
+    left, room, image_bytes, failures = episodes, list(quotas), 0, 0
     while left:
-        for episode in source.advance()[:left]:
+        for episode in source.advance():
+            if left == 0 or (room and room[episode.task_index] == 0):
+                continue
             episode.check_finite()
             if only_success and not episode.success:
                 failures += 1
@@ -60,10 +72,13 @@ def record(
                     raise DatasetError(f"{status} one after the other: {advice}")
                 continue
             failures = 0
-            writer.add(episode if task is None else replace(episode, task=task))
-            trace = Trace.of(episode, cameras, keep=image_bytes < _KEPT_IMAGE_BYTES)
+            written = episode if task is None else replace(episode, task=task)
+            writer.add(written)
+            trace = Trace.of(written, cameras, keep=image_bytes < _KEPT_IMAGE_BYTES)
             image_bytes += sum(image.nbytes for image in trace.images.values())
             left -= 1
+            if room:
+                room[episode.task_index] -= 1
             yield trace
 
 

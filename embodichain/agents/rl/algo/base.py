@@ -399,6 +399,10 @@ class ClippedAlgorithm(MinibatchAlgorithm):
     cfg: ClippedCfg
 
     def __init__(self, cfg: ClippedCfg, policy: Policy) -> None:
+        level, factors = cfg.log_prob_per, policy.factors
+        if level not in ("chunk", "action") and factors is not None and level not in factors:
+            expected = f"expected one of chunk, {', '.join(('action', *factors))}, which {type(policy).__name__} has"
+            raise ConfigError(f"log_prob_per: {expected}, got {level}", "algorithm.cfg")
         super().__init__(cfg, policy)
         self.reference = _frozen_copy(policy) if cfg.kl_coef > 0.0 else None
         """Frozen copy of the initial policy for the KL penalty; parameters that are not trained are shared."""

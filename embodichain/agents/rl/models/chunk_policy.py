@@ -154,6 +154,7 @@ class GaussianPolicy(ChunkPolicy):
     """Samples chunks of actions from a Gaussian; log-probabilities are ``[batch, chunk_size]``, one per action."""
 
     cfg_type = GaussianPolicyCfg
+    factors = ()
 
     def make_head(self, cfg: GaussianPolicyCfg, width: int, action_dim: int) -> GaussianChunkHead:
         mean_net = build_network(cfg.actor, width, self.chunk_size * action_dim, last_gain=0.01)
@@ -196,6 +197,7 @@ class FlowPolicy(DecisionPolicy):
     """Denoises chunks of actions; see ``flow.py``."""
 
     cfg_type = FlowPolicyCfg
+    factors = ("denoising_step",)
 
     def make_head(self, cfg: FlowPolicyCfg, width: int, action_dim: int) -> FlowHead:
         inputs = FlowHead.velocity_inputs(width, self.chunk_size, action_dim)
@@ -207,6 +209,7 @@ class TokenPolicy(DecisionPolicy):
     """Decodes chunks of actions from tokens; see ``tokens.py``."""
 
     cfg_type = TokenPolicyCfg
+    factors = ("token",)
 
     def make_head(self, cfg: TokenPolicyCfg, width: int, action_dim: int) -> TokenHead:
         return make_token_head(width, self.chunk_size, action_dim, cfg.tokens)

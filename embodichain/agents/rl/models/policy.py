@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from embodichain.agents.rl.utils import Level
 from embodichain.agents.rl.utils.tensordicts import Observation, dict_to_tensordict
 from embodichain.config.classes import Config
 from embodichain.errors import ConfigError
@@ -66,6 +67,9 @@ class Policy(nn.Module, ABC):
     has_decision: bool = False
     """Whether actions come with a ``decision``, a TensorDict with everything else that their log-probability depends
     on. Rollouts store it. Not available for recurrent policies."""
+    factors: tuple[Level, ...] | None = None
+    """Names of the factors of an action's or a chunk's probability for ``log_prob_per``, such as ``("token",)``; ``()``
+    if there are none, ``None`` if unknown."""
     has_critic: bool = True
     """Whether the policy estimates values; without a critic they are zeros."""
     critic_parts: tuple[str, ...] = ()
