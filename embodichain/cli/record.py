@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
     with loading():
         from embodichain.agents.datasets.lerobot import LeRobotWriter, read_back, record
-        from embodichain.agents.engine.sources import open_source
+        from embodichain.agents.engine.sources import MixedEpisodes, open_source
         from embodichain.viewer.replay import write_scene
 
     check_counts({"--episodes": args.episodes})
@@ -67,6 +67,9 @@ def main(argv: Sequence[str]) -> int:
     with closing(open_source(cfg, numbered=False)) as source:  # the same episodes as the stream's first worker
         scene = _keep_states(source) if args.states else None
         about = describe(source)
+        tasks = cfg.tasks() if isinstance(source, MixedEpisodes) else []  # a folder of episodes has its own
+        if isinstance(source, MixedEpisodes):
+            source.quotas = quotas_of([task.weight for task in tasks], args.episodes)
         name = str(args.config if isinstance(cfg.gym_config, list) else cfg.gym_config.get("id", args.config))
         if cfg.check().source == "random" and not _has_expert(source):
             console.print(
@@ -83,14 +86,13 @@ def main(argv: Sequence[str]) -> int:
             about.names,
         )
         with writer, Progress(console=console, transient=True) as progress:
-            quotas = quotas_of([task.weight for task in cfg.tasks()], args.episodes)
-            recorded = record(source, writer, args.episodes, cfg.check().only_success, args.task, quotas)
+            recorded = record(source, writer, args.episodes, cfg.check().only_success, args.task)
             traces = list(progress.track(recorded, total=args.episodes, description="recording"))
     if scene is not None:
         write_scene(args.out, scene)
     frames = sum(trace.length for trace in traces)
     console.print(f"{args.out}: {len(traces)} episodes, {frames} frames at {writer.fps} per second")
-    for line in _counted(traces, [task.name for task in cfg.tasks()], args.task or name):
+    for line in _counted(traces, [task.name for task in tasks], args.task or name):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if args.read:
         likeness = read_back(args.out, traces)

@@ -75,8 +75,8 @@ class Demonstrator:
     physics: Physics
     variables: dict[str, Tensor]
     """Task variables, live, ``[num_envs, ...]``."""
-    begin: Callable[[Tensor], ResetState]
-    """Starts the episodes with these seeds in all envs, and returns their first states."""
+    begin: Callable[[Tensor], tuple[ResetState, Tensor]]
+    """Starts the episodes with these seeds in all envs; returns their first states, and where they are solved."""
     step: Callable[[], tuple[Tensor, Tensor]]
     """Takes one step of the expert in all envs; returns where the task is solved now, and where the episode failed."""
     steps: int
@@ -85,10 +85,11 @@ class Demonstrator:
     def record(self) -> Demonstrations | None:
         """Return one demonstration of every env that succeeds; ``None`` if none does."""
         num_envs, device = self.physics.num_envs, self.physics.device
-        poses = self.begin(torch.arange(num_envs, device=device)).poses
+        start, solved = self.begin(torch.arange(num_envs, device=device))
+        poses = start.poses
         states = list[ResetState]()
         lengths = torch.zeros(num_envs, dtype=torch.int64, device=device)  # of those that have succeeded
-        running = torch.ones(num_envs, dtype=torch.bool, device=device)
+        running = ~solved | solved.all()  # what is solved from the start demonstrates nothing
         while len(states) < self.steps and bool(running.any()):
             live = ResetState(self.physics.qpos, self.physics.qvel, self.variables, poses)
             states.append(_combine(lambda parts: parts[0].clone(), [live]))

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from embodichain.config.classes import Config, Count, NotNegative, Number, Positive, configclass
+from embodichain.config.classes import Config, Count, Fraction, NotNegative, Number, Positive, configclass
 from embodichain.envs.curricula import PositiveRange, Range
 from embodichain.envs.scene_cfg import CameraCfg as CameraCfg
 from embodichain.envs.scene_cfg import Color as Color
@@ -71,7 +71,7 @@ class EventsCfg(Config):
     """Factor on the sliding friction of the object."""
     randomize_mass: ScaleRangeCfg | None = None
     """Factor on the mass (and inertia) of the object."""
-    demonstration_starts: Annotated[float, Field(gt=0, le=1)] | None = None
+    demonstration_starts: Fraction | None = None
     """Fraction of episodes that start from a random state of the expert's demonstrations; none in evaluations."""
     terms: dict[str, EventTermCfg | None] = {}
     """Further events by a name of your choice, each a registered function."""

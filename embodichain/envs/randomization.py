@@ -224,6 +224,14 @@ def spare_rows(events: EventsCfg, model: mujoco.MjModel) -> int:
     return int((model.dof_frictionloss == 0).sum()) if adds else 0
 
 
+def places(cfg: EventTermCfg) -> bool:
+    """Return whether an event only places bodies or joints at reset, and changes nothing of the model."""
+    event = EVENTS[cfg.func]
+    fields = _fields_of.get(event, getattr(event, "fields", ()))
+    mode = cfg.mode or getattr(event, "modes", ("reset",))[0]
+    return mode == "reset" and bool(fields) and set(fields) <= set(_MOTION)
+
+
 class _Event:
     """An event term with its schedule and its random channel."""
 

@@ -202,7 +202,7 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
     if cfg.id == MULTI_TASK:
         common: dict[str, Any] = {"device": cfg.device, "num_threads": cfg.num_threads}
         common |= {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
-        if cfg.env.events.demonstration_starts is not None:
+        if cfg.env.events.demonstration_starts:
             problem = "expected in the env.events of each task of kwargs.tasks that is to have it"
             raise ConfigError(f"env.events.demonstration_starts: {problem}; leave it out here", cfg.id)
         common |= {"seed": cfg.seed, "env": {"curricula": cfg.env.curricula}}

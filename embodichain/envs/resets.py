@@ -188,10 +188,10 @@ class Resets:
 
     def _sample(self, env_ids: Tensor) -> ResetState:
         start = self._task.sample_start(env_ids, self._state.streams)
-        for name, size in self._kept.items():
-            start.variables[name] = torch.zeros(env_ids.numel(), size, device=env_ids.device)
         if self.demonstrations is not None:
             self.demonstrations.replace(env_ids, self._state.streams, start)
+        for name, size in self._kept.items():  # afterwards: no episode begins with an action of the expert
+            start.variables[name] = torch.zeros(env_ids.numel(), size, device=env_ids.device)
         return start
 
     def begin_where(self, done: Tensor, drawn: Drawn) -> None:

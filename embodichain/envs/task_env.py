@@ -20,7 +20,7 @@ from embodichain.envs.observations import ObservationBuilder, PackedObservation,
 from embodichain.envs.physics import VISUAL, Images, Load, Physics, Quality
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.random import RandomStreams, channel
-from embodichain.envs.randomization import DomainRandomization, Draw, World
+from embodichain.envs.randomization import DomainRandomization, Draw, World, places
 from embodichain.envs.resets import Drawn, EnvState, Resets, check_state
 from embodichain.envs.task import Measurements, ResetState, Scene, Task
 from embodichain.envs.terms import LAST_ACTION, ObservationTerms, RewardTerms
@@ -88,7 +88,7 @@ class TaskEnv(VecEnv):
         """On a GPU: a copy of the current observation at a fixed address, which a captured CUDA graph can read."""
         self._set_observation(self._build(self._measurements(), self._all))
         self._add_sensors()
-        if cfg.env.events.demonstration_starts is not None:
+        if cfg.env.events.demonstration_starts:
             self._add_demonstrations(cfg.env.events.demonstration_starts)
         self._curricula.check(self.task.success(self._measurements()) is not None)
         self.observation_space: gym.spaces.Dict = observation_space(self._obs, self._cameras.bounds())
@@ -157,20 +157,23 @@ class TaskEnv(VecEnv):
 
     def demonstrate(self) -> Demonstrations | None:
         """Return one demonstration of the expert in every env that succeeds; ``None`` if none does."""
+        nowhere = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
 
-        def begin(seeds: Tensor) -> ResetState:
+        def begin(seeds: Tensor) -> tuple[ResetState, Tensor]:
             self._scene = None
-            return self._resets.begin(self._all, seeds)
+            start = self._resets.begin(self._all, seeds)
+            solved = self.task.success(self._measurements())
+            return start, nowhere if solved is None else solved
 
         def step() -> tuple[Tensor, Tensor]:
-            self._act(self.action_manager.unwrap(self.expert_action(), self._step))
+            action = self.action_manager.unwrap(self.expert_action(), self._step)
+            self._act(action)
             self._simulate()
             scene = self._measure()
-            nowhere = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
-            solved = self.task.success(scene)
-            scene["success"] = nowhere.float() if solved is None else solved.float()
+            self._score(scene, action)  # as in every step: a task may store there what its success depends on
+            solved = scene["success"] > 0 if "success" in scene else nowhere
             parts = [part for part in (self.task.failed(scene), self.physics.diverged) if part is not None]
-            return nowhere if solved is None else solved, torch.stack([nowhere, *parts]).any(0)
+            return solved, torch.stack([nowhere, *parts]).any(0)
 
         return Demonstrator(self.physics, self.task.variables, begin, step, self._demonstration_steps).record()
 
@@ -567,7 +570,10 @@ def _check_flags(name: str, flags: Any, num_envs: int) -> None:
 
 def _record(cfg: GymCfg, task_class: type[Task]) -> Demonstrations | None:
     """Record demonstrations on the CPU, which gives the same states everywhere, with the nominal physics."""
-    events = cfg.env.events.replace(demonstration_starts=None, randomize_friction=None, randomize_mass=None, terms={})
+    terms = {name: term for name, term in cfg.env.events.terms.items() if term is not None and places(term)}
+    events = cfg.env.events.replace(
+        demonstration_starts=None, randomize_friction=None, randomize_mass=None, terms=terms
+    )
     env_cfg = cfg.env.replace(events=events, observations=ObservationsCfg())
     cfg = cfg.replace(num_envs=demonstrations.EPISODES, device="cpu", env=env_cfg)
     physics = MujocoCpuPhysics(task_class.build_model(cfg), cfg.num_envs, cfg.num_threads, task_class.outputs)

@@ -349,13 +349,16 @@ def arrange(envs: Sequence[StepsInHalves], num_groups: int) -> StepsInHalves:
 
 
 def join_parts(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
-    """Concatenate tensors ``[envs, ...]`` of nested mappings by key; missing keys become zeros."""
+    """Concatenate tensors or arrays ``[envs, ...]`` of nested mappings by key; missing keys become zeros."""
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part.get(key) for part in parts]
         known = next(value for value in values if value is not None)
         if isinstance(known, Mapping) and not isinstance(known, TensorDictBase):
             joined[key] = join_parts([{} if value is None else value for value in values], sizes)
+        elif isinstance(known, np.ndarray):
+            rows = [np.zeros((n, *known.shape[1:]), known.dtype) for n in sizes]
+            joined[key] = np.concatenate([r if v is None else v for r, v in zip(rows, values, strict=True)])
         else:
             pairs = zip(values, sizes, strict=True)
             filled = [known.new_zeros((n, *known.shape[1:])) if value is None else value for value, n in pairs]

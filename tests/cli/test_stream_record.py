@@ -120,6 +120,32 @@ def test_few_recorded_episodes_of_several_tasks_follow_the_weights(
     assert "ReachRL 2: 3 (" in words
 
 
+@pytest.mark.extra("data")
+def test_a_task_that_gets_no_episodes_is_not_simulated(tmp_path: Path) -> None:
+    """Its episodes always fail, which nobody would count."""
+    tasks = [
+        {"id": "PushCubeRL", "num_envs": 4, "max_episode_steps": 1, "weight": 1},
+        {"id": "ReachRL", "num_envs": 4, "max_episode_steps": 60, "weight": 2},
+    ]
+    path, out = tmp_path / "tasks.json", tmp_path / "one"
+    settings = {"buffer_size": 16, "gym_config": tasks, "task_observations": "padded"}
+    path.write_text(json.dumps(settings | {"action_config": {"only_success": True}}))
+    assert main(["record", str(path), "--out", str(out), "--episodes", "1"]) == 0
+    assert json.loads((out / "meta" / "info.json").read_text())["total_episodes"] == 1
+
+
+@pytest.mark.extra("data")
+def test_a_folder_is_recorded_again_whatever_tasks_the_config_has(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main(["record", "ReachRL", "--out", str(first), "--episodes", "2"]) == 0
+    tasks = [{"id": "ReachRL", "num_envs": 2}, {"id": "ReachRL", "num_envs": 2, "task": "reach again"}]
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps({"buffer_size": 16, "gym_config": tasks}))
+    source = ["--action_config.source", "dataset", "--action_config.path", str(first)]
+    assert main(["record", str(path), "--out", str(second), "--episodes", "4", *source]) == 0
+    assert json.loads((second / "meta" / "info.json").read_text())["total_episodes"] == 4
+
+
 @pytest.mark.parametrize(
     ("weights", "episodes", "quotas"),
     [

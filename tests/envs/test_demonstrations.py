@@ -135,6 +135,64 @@ def test_reset_events_leave_demonstrated_states_where_they_are(pose):
     assert float(held.float().mean()) > 0.3
 
 
+def test_demonstrations_begin_where_reset_events_place_things():
+    """Events that change the model, or act later, take no part."""
+    terms = {
+        "moved": {"func": "body_pose", "params": {"body": "cube", "pose_range": {"x": [0.1, 0.1]}}},
+        "heavy": {"func": "mass", "params": {"bodies": "cube", "range": [1000.0, 1000.0]}},
+        "pushed": {"func": "push", "params": {"body": "cube", "velocity_range": {"z": [9.0, 9.0]}}},
+    }
+    starts = []
+    for chosen in ({}, terms):
+        events = {"demonstration_starts": 1.0, "terms": chosen}
+        with make("PlaceInBinRL", num_envs=1, seed=0, env={"events": events}) as env:
+            recorded = env._resets.demonstrations
+            first = recorded._lengths.cumsum(0) - recorded._lengths
+            starts.append(recorded._states.qpos[first])
+    moved = starts[1] - starts[0]
+    assert float(moved.abs().max()) == pytest.approx(0.1)
+    assert int((moved.abs() > 1e-9).sum()) == len(moved)  # one coordinate of each
+
+
+def test_what_a_task_stores_while_it_is_scored_counts_and_solved_starts_do_not(monkeypatch: pytest.MonkeyPatch):
+    """The task is solved after five steps near the goal, which its reward counts; half of its starts are solved."""
+    from embodichain.envs.tasks.reach import Reach
+
+    sampled, terms = Reach.sample_start, Reach.reward_terms
+
+    def sample_start(self, env_ids, streams):
+        start = sampled(self, env_ids, streams)
+        start.variables["near"] = torch.where(start.qpos[:, 0] > -0.22, 9, 0)
+        return start
+
+    def reward_terms(self, scene, action):
+        near = self.variables["near"]
+        near.copy_(torch.where(scene["distance"] < 0.02, near + 1, 0))
+        return terms(self, scene, action)
+
+    monkeypatch.setattr(Reach, "sample_start", sample_start)
+    monkeypatch.setattr(Reach, "reward_terms", reward_terms)
+    monkeypatch.setattr(Reach, "success", lambda self, scene: self.variables["near"] >= 5)
+    with starting(1.0, 64, "ReachRL") as env:
+        demonstrated = env._resets.demonstrations._lengths
+        assert 0 < demonstrated.numel() < 12
+        assert int(demonstrated.min()) >= 5
+        env.reset(seed=0)
+        assert int(env.task.variables["near"].max()) == 5  # success follows in the next step
+
+
+def test_no_episode_begins_with_an_action_of_the_expert():
+    terms = {"last": {"func": "last_action"}}
+    env = {"events": {"demonstration_starts": 1.0}, "observations": {"terms": terms}}
+    with make("PlaceInBinRL", num_envs=16, seed=0, env=env) as made:
+        assert not made.reset(seed=1)[0]["last"].any()
+
+
+def test_none_start_from_demonstrations_if_the_fraction_is_zero():
+    with starting(0.0, 8) as env, starting(None, 8) as plain:
+        assert_same_leaves(flat(env.reset(seed=4)[0]), flat(plain.reset(seed=4)[0]))
+
+
 def test_slow_experts_and_experts_that_fail_on_the_way(monkeypatch: pytest.MonkeyPatch):
     slow = {"substeps": 2, "actions": {"ee_delta": {"scale": 0.012}}, "events": {"demonstration_starts": 1.0}}
     with make("PlaceInBinRL", num_envs=2, seed=0, max_episode_steps=900, env=slow) as env:

@@ -86,6 +86,16 @@ def test_bad_lists_are_named(tasks: list[Any], words: str) -> None:
         task_entries(tasks, key="tasks")
 
 
+def test_tasks_whose_info_has_numpy_arrays_can_be_joined() -> None:
+    """Gymnasium's own MuJoCo environments report positions at reset, Pendulum reports nothing."""
+    tasks = ["Pendulum-v1", {"id": "Hopper-v5", "native": False}]
+    with make({"id": "MultiTask", "num_envs": 2, "kwargs": {"tasks": tasks, "observations": "padded"}}) as env:
+        info = env.reset(seed=1)[1]["gymnasium"]
+        assert info["_x_position"].tolist() == [False, True]
+        assert info["x_position"][0] == 0.0 != info["x_position"][1]
+        env.step(torch.zeros(2, 3))
+
+
 def test_shares_are_whole_and_nobody_goes_without() -> None:
     assert shares_of([2, 1], 24) == [16, 8]
     assert shares_of([100, 1, 1], 8) == [6, 1, 1]

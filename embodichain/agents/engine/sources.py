@@ -242,13 +242,21 @@ class MixedEpisodes:
         self.kept = [0] * len(self.sources)
         """Episodes returned per task; with ``only_success``, only the successful ones."""
         self.only_success = False
+        self.quotas: Sequence[int] | None = None
+        """If set, the number of episodes to return per task, counted as in ``kept``; the others are left out."""
 
     def advance(self, task: int | None = None) -> list[Episode]:
         """Step the envs of one task and return the episodes that ended."""
         if task is None:
-            task = min(range(len(self.kept)), key=lambda i: self.kept[i] / self._weights[i])
-        episodes = self.sources[task].advance()
-        self.kept[task] += sum(not self.only_success or bool(episode.success) for episode in episodes)
+            shares = self.quotas or self._weights
+            task = min((i for i, share in enumerate(shares) if share), key=lambda i: self.kept[i] / shares[i])
+        episodes = list[Episode]()
+        for episode in self.sources[task].advance():
+            counts = not self.only_success or bool(episode.success)
+            if counts and self.quotas and self.kept[task] == self.quotas[task]:
+                continue
+            self.kept[task] += counts
+            episodes.append(episode)
         return episodes
 
     def adopt(self, weights: PublishedWeights) -> None:

@@ -542,6 +542,25 @@ def test_weights_of_lower_precision_are_resumed_to_the_last_bit() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cleared_gradients_are_gone_whatever_the_precision(dtype: torch.dtype) -> None:
+    layer, optimizer = trained(dtype, 0)
+    x = torch.ones(1, 8, dtype=dtype)
+    optimizer.backward(1000.0 * layer(x).float().mean())
+    optimizer.clear_gradients()
+    optimizer.backward(layer(x).float().mean())
+    assert float(optimizer.step()) == pytest.approx(3.0)  # eight weights and a bias, with a gradient of 1 each
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_copies_of_other_weights_are_refused() -> None:
+    _, optimizer = trained(torch.bfloat16, 5)
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = nn.Linear(4, 1, dtype=dtype)
+        with pytest.raises(CheckpointError, match=r"float32 copies of 2 weights.*same dtype"):
+            PolicyOptimizer(layer, 1e-5, 100.0).load_state_dict(optimizer.state_dict())
+
+
 def test_weights_that_are_loaded_behind_the_optimiser_count() -> None:
     layer, optimizer = trained(torch.bfloat16, 50)
     with torch.no_grad():

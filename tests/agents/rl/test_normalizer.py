@@ -186,6 +186,23 @@ def test_the_first_rollout_is_trained_on_with_its_own_statistics(settings: dict[
     assert normalizer.count == 96
 
 
+@pytest.mark.parametrize("type", ["gru", "lstm"])
+def test_recurrent_states_of_the_first_rollout_are_those_of_normalised_observations(type: str) -> None:
+    """A sequence that begins in the middle of the rollout, here in the middle of an episode, begins in such a state."""
+    policy, collector = collected(memory={"type": type, "hidden_size": 4})
+    algorithm = PPO(PPOCfg(n_epochs=1, batch_size=48, sequence_length=2, learning_rate=1e-12), policy)
+    rollout = collector.collect(8)
+    raw = rollout["hidden"].clone()
+    metrics = algorithm.update(rollout)
+    assert abs(metrics["approx_kl"]) < 1e-7
+    assert torch.equal(rollout["hidden"][:, 0], raw[:, 0])
+    assert not torch.allclose(rollout["hidden"], raw, atol=1e-2)
+    for begin in range(0, 8, 2):
+        log_prob, value = evaluate_rollout(policy, rollout[:, begin : begin + 2])
+        assert torch.allclose(value, rollout["value"][:, begin : begin + 2], atol=1e-5)
+        assert torch.allclose(log_prob, rollout["sample_log_prob"][:, begin : begin + 2], atol=1e-5)
+
+
 def test_statistics_that_exist_or_are_frozen_leave_the_first_rollout_as_it_is() -> None:
     for frozen in (False, True):
         policy, collector = collected()

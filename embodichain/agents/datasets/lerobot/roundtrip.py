@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,22 +47,16 @@ class Trace:
 
 
 def record(
-    source: EpisodeSource,
-    writer: LeRobotWriter,
-    episodes: int,
-    only_success: bool = False,
-    task: str | None = None,
-    quotas: Sequence[int] = (),
+    source: EpisodeSource, writer: LeRobotWriter, episodes: int, only_success: bool = False, task: str | None = None
 ) -> Iterator[Trace]:
     """Write the next ``episodes`` episodes of a source; yield the trace of each.
-    ``task`` replaces the task of every episode; None keeps them. ``quotas``, which sum to ``episodes``, limit the
-    episodes of each of several tasks."""
+    ``task`` replaces the task of every episode; None keeps them."""
     cameras = {feature.leaf.key for feature in features_of(source.layout) if feature.is_camera}
-    left, room, image_bytes, failures = episodes, list(quotas), 0, 0
+    left, image_bytes, failures = episodes, 0, 0
     while left:
         for episode in source.advance():
-            if left == 0 or (room and room[episode.task_index] == 0):
-                continue
+            if left == 0:
+                break
             episode.check_finite()
             if only_success and not episode.success:
                 failures += 1
@@ -77,8 +71,6 @@ def record(
             trace = Trace.of(written, cameras, keep=image_bytes < _KEPT_IMAGE_BYTES)
             image_bytes += sum(image.nbytes for image in trace.images.values())
             left -= 1
-            if room:
-                room[episode.task_index] -= 1
             yield trace
 
 

@@ -25,6 +25,7 @@ from embodichain.agents.rl.buffer.rollout_buffer import (
     check_rollout,
     evaluate_rollout,
     flatten_time_major,
+    recurrent_states,
 )
 from embodichain.agents.rl.collector.base import StepCallback
 from embodichain.agents.rl.collector.sync_collector import RolloutStart, SyncCollector
@@ -183,6 +184,8 @@ class BaseAlgorithm(ABC):
         if self.policy.lacks_statistics:
             self._add_statistics(rollout)
             self._is_first_in_statistics = True
+            if self.policy.is_recurrent:
+                rollout["hidden"] = recurrent_states(self.policy, rollout)
         self._has_statistics = True
         return self._is_first_in_statistics
 
@@ -441,8 +444,9 @@ class ClippedAlgorithm(MinibatchAlgorithm):
         if not self._begin_statistics(rollout):
             return
         if self.reference is not None:
-            for buffer, value in zip(self.reference.buffers(), self.policy.buffers(), strict=True):
-                buffer.copy_(value)  # still the initial policy, now with statistics
+            known = dict(self.policy.named_buffers())
+            for name, buffer in self.reference.named_buffers():
+                buffer.copy_(known[name])  # still the initial policy, now with statistics
         with torch.no_grad():
             log_prob, value = evaluate_rollout(self.policy, rollout, self.cfg.batch_size)
             rollout["sample_log_prob"] = log_prob.float()

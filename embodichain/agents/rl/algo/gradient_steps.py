@@ -88,6 +88,11 @@ class Float32Weights:
         for own, precise in self._copies.items():
             own.copy_(precise)
 
+    def clear_gradients(self) -> None:
+        """Discard gradients of the parameters that have copies; an optimiser knows only the copies."""
+        for own in self._copies:
+            own.grad = None
+
     def state_dict(self) -> list[Tensor]:
         """Return the copies."""
         return [precise.detach() for precise in self._copies.values()]
@@ -95,6 +100,12 @@ class Float32Weights:
     @torch.no_grad()
     def load_state_dict(self, state: Sequence[Tensor]) -> None:
         """Restore the copies from ``state_dict``; without any, they are those of the parameters."""
+        here, there = [list(own.shape) for own in self._copies], [list(saved.shape) for saved in state]
+        if there and there != here:
+            raise CheckpointError(
+                f"the checkpoint has float32 copies of {len(there)} weights, and here {len(here)} or others need one: "
+                "train the same parts in the same dtype"
+            )
         for (own, precise), saved in zip(self._copies.items(), state or self._copies, strict=True):
             precise.copy_(saved if state else own)
 
@@ -238,8 +249,13 @@ class PolicyOptimizer:
         self.scaler.step(self.adam)
         self.scaler.update()
         self._weights.write()
-        self.adam.zero_grad(set_to_none=True)
+        self.clear_gradients()
         return norm
+
+    def clear_gradients(self) -> None:
+        """Discard all gradients."""
+        self._weights.clear_gradients()
+        self.adam.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return Adam's state, learning rate and loss scale, independent of the device and parameter groups."""
@@ -386,7 +402,7 @@ class GraphedSteps:
             self._sums.zero_()
         for chosen in order:
             if not self._replay(rows, chosen):
-                self._recorder.warm_up(partial(self._do, rows, chosen), self._clear_gradients)
+                self._recorder.warm_up(partial(self._do, rows, chosen), self._optimizer.clear_gradients)
         if self._sums is None:
             return {}, 0
         return dict(zip(self._names, self._sums.clone().unbind(), strict=True)), len(order)
@@ -413,7 +429,7 @@ class GraphedSteps:
         pool = next(iter(self._graphs.values()))[0].graph.pool() if self._graphs else None
         recorded = self._recorder.attempt(lambda: record(lambda: self._do(rows, items), pool=pool))
         if recorded is None:
-            self._clear_gradients()
+            self._optimizer.clear_gradients()
             return False
         self._graphs[size] = recorded, items
         return True
@@ -446,6 +462,3 @@ class GraphedSteps:
             self._rows = rows = StaticRows(minibatches, own=recorder.possible and rows is not None)
             self._graphs.clear()
         return rows
-
-    def _clear_gradients(self) -> None:
-        self._optimizer.adam.zero_grad(set_to_none=True)

@@ -121,6 +121,7 @@ class Imitation:
             losses["point_loss"] = point_loss.detach()
         if (auxiliary := policy.take_auxiliary_loss()) is not None:
             loss, losses["auxiliary_loss"] = loss + auxiliary, auxiliary.detach()
+        self._weights.clear_gradients()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self._weights.take_gradients()

@@ -84,6 +84,19 @@ def episode_starts(done: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def recurrent_states(policy: Policy, rollout: TensorDictBase) -> Tensor:
+    """Return the recurrent state ``[num_envs, num_steps, ...]`` before each step of a rollout, computed anew."""
+    obs, start, states = rollout["observation"], episode_starts(rollout["done"]), []
+    state: Any = rollout["hidden"][:, 0]
+    with policy.without_dropout():
+        for step in range(rollout.batch_size[1]):
+            starts, initial = start[:, step].view(-1, *[1] * (state.ndim - 1)), policy.initial_state(len(state))
+            states.append(state if initial is None else torch.where(starts, initial, state))
+            state = policy.act(obs[:, step], states[-1], deterministic=True)[3]
+    return torch.stack(states, dim=1)
+
+
+@torch.no_grad()
 def evaluate_rollout(policy: Policy, rollout: TensorDictBase, rows: int = EVALUATED_ROWS) -> tuple[Tensor, Tensor]:
     """Return log-probabilities (for chunks: one per action) and values ``[num_envs, num_steps]`` under a policy.
 

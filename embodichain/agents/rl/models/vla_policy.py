@@ -20,12 +20,10 @@ from embodichain.agents.rl.models.vla.loading import (
     saved_config,
 )
 from embodichain.agents.rl.models.vla.model import VLAModel, get_vla_model_class
-from embodichain.agents.rl.utils import Level
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import Config, Size, configclass
 from embodichain.errors import ConfigError
 
-_FACTORS: dict[str, tuple[Level, ...]] = {"gaussian": (), "flow": ("denoising_step",), "tokens": ("token",)}
 __all__ = ["VLACfg", "VLAPolicy", "VLAPolicyCfg", "load_vla_model"]
 
 
@@ -103,7 +101,7 @@ class VLAPolicy(Policy):
             raise ConfigError(problems, "policy")
         self.model: Any = model
         self.has_decision = bool(getattr(model, "has_decision", False))
-        self.factors = _FACTORS[model.cfg.head] if isinstance(model, VLAModel) else None
+        self.factors = getattr(model, "factors", None)
         self.freeze_normalizer = freeze_normalizer
         """Whether the statistics of proprioception are frozen in updates; ``None`` leaves that to the model."""
         self.device = torch.device(device)

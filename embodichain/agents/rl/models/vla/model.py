@@ -23,13 +23,15 @@ from embodichain.agents.rl.models.observation import (
     space_entries,
 )
 from embodichain.agents.rl.models.tokens import TokenCfg, TokenHead, make_token_head
-from embodichain.agents.rl.utils import Registry
+from embodichain.agents.rl.utils import Level, Registry
 from embodichain.config.classes import MISSING, Config, Count, Number, Size, configclass
 from embodichain.errors import ConfigError, ObservationError, RolloutError, UnknownNameError, nearest
 from embodichain.extras import allowed_modules, check_trusted
 
 Outcome = tuple[Tensor, Tensor, Tensor]
 Space = gym.Space[Any]
+
+_FACTORS: dict[str, tuple[Level, ...]] = {"flow": ("denoising_step",), "tokens": ("token",)}
 
 
 class Decoded(NamedTuple):
@@ -98,6 +100,11 @@ class VLAModel(nn.Module, ABC):
         width = sum(self.cfg.proprio.values())
         self.normalizer = RunningNormalizer(width) if width else None
         self.point_normalizer = RunningNormalizer(self.cfg.num_points) if self.cfg.num_points else None
+
+    @property
+    def factors(self) -> tuple[Level, ...] | None:
+        """Names of the factors of a chunk's probability; see ``Policy.factors``."""
+        return _FACTORS.get(self.cfg.head, None if self.has_decision else ())
 
     @abstractmethod
     def decode(self, obs: TensorDictBase) -> Decoded:
