@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 from embodichain.agents.rl.algo.imitation import Imitation, ImitationCfg
 from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.vla import TinyVLA, register_vla_model, save_vla_model
+from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg
 from embodichain.agents.rl.models.vla.tiny_vla import ByteTokenizer
 from embodichain.agents.rl.models.vla_policy import VLAPolicy
+from embodichain.config.classes import configclass
 from embodichain.envs.observations import encode_instructions
 from embodichain.envs.wrappers import ChunkedEnv
 from embodichain.errors import ConfigError, ObservationError, RolloutError, UnknownNameError, UntrustedModuleError
@@ -249,6 +252,34 @@ def test_a_registered_model_of_ones_own(env, obs):
         build_policy(vla_block("own", size=0.5), env.observation_space, env.action_space, "cpu")
     with pytest.raises(ConfigError, match="the model name 'own' is taken by OwnModel"):
         register_vla_model("own", nn.Linear)
+
+
+@configclass
+class OwnHeadCfg(VLAModelCfg):
+    """Settings of a model with a head of its own."""
+
+    head: Literal["mixture"] = "mixture"
+
+
+class OwnHead(VLAModel):
+    """A model whose head the package does not know."""
+
+    cfg_type = OwnHeadCfg
+
+    def decode(self, obs):
+        return Decoded(None, obs["robot", "ee_pos"].sum(-1))
+
+
+class OwnFactors(OwnHead):
+    """The same, and it says what its probabilities are made of."""
+
+    factors = ("token",)
+
+
+@pytest.mark.parametrize(("model", "factors"), [(OwnHead, None), (OwnFactors, ("token",)), (TinyVLA, ())])
+def test_factors_of_models_are_those_of_their_heads(env, model, factors):
+    built = model.from_spaces(env.observation_space, env.action_space)
+    assert VLAPolicy(env.observation_space, env.action_space, "cpu", built).factors == factors
 
 
 def test_a_module_without_the_three_methods(env):
