@@ -21,7 +21,8 @@ from embodichain.agents.rl.models import (
     get_registered_policy_names,
     register_policy,
 )
-from embodichain.agents.rl.models.mlp import Tanh
+from embodichain.agents.rl.models import mlp as mlp_module
+from embodichain.agents.rl.models.mlp import Linear, Tanh
 from embodichain.agents.rl.utils import flatten_dict_observation
 from embodichain.errors import ConfigError, ObservationError, UnknownNameError
 from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, box, make_policy, network
@@ -53,11 +54,11 @@ def block(name: str = "actor_critic", **settings):
 def test_mlp_layers_and_options() -> None:
     mlp = MLP(3, 2, [5, 7], activation="elu", last_activation="tanh", use_layernorm=True, dropout_p=0.1)
     kinds = [type(layer) for layer in mlp]
-    hidden = [nn.Linear, nn.LayerNorm, nn.ELU, nn.Dropout]
-    assert kinds == [*hidden, *hidden, nn.Linear, Tanh]
+    hidden = [Linear, nn.LayerNorm, nn.ELU, nn.Dropout]
+    assert kinds == [*hidden, *hidden, Linear, Tanh]
     assert mlp(torch.randn(4, 3)).shape == (4, 2)
     assert mlp(torch.randn(4, 3)).abs().max() <= 1.0
-    assert [type(layer) for layer in MLP(3, 2, [4])] == [nn.Linear, nn.ELU, nn.Linear]
+    assert [type(layer) for layer in MLP(3, 2, [4])] == [Linear, nn.ELU, Linear]
 
 
 def test_mlp_output_may_have_a_shape() -> None:
@@ -101,6 +102,41 @@ def test_tanh_equals_torch_in_values_and_gradients(count: int) -> None:
     with torch.no_grad():
         assert (Tanh()(ours) - b).abs().max() < 3e-7
     assert torch.equal(Tanh()(ours.double()), torch.tanh(theirs.double()))
+
+
+@pytest.mark.parametrize("shape", [(1024, 256), (1003, 256), (1000, 256), (64, 16, 256)], ids=str)
+def test_products_by_convolution_are_those_of_a_linear_layer(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp_module, "_convolves_faster", lambda: True)
+    convolutions = []
+    convolve = torch.nn.functional.conv2d
+    monkeypatch.setattr(torch.nn.functional, "conv2d", lambda *args: convolutions.append(args) or convolve(*args))
+    layer, expected = Linear(256, 96), nn.Linear(256, 96).double()
+    expected.load_state_dict(layer.state_dict())
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    output, wanted = layer(inputs), expected(doubled := inputs.detach().double().requires_grad_())
+    output.square().sum().backward()
+    wanted.square().sum().backward()
+    assert len(convolutions) == 1
+    assert output.shape == wanted.shape
+    assert output.is_contiguous()
+    pairs = [(output, wanted), (inputs.grad, doubled.grad)]
+    pairs += [(ours.grad, theirs.grad) for ours, theirs in zip(layer.parameters(), expected.parameters(), strict=True)]
+    for ours, theirs in pairs:
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"), [(16, 256, torch.float32), (1031, 256, torch.float32), (1024, 256, torch.float64)]
+)
+def test_products_that_convolutions_do_not_speed_up_are_those_of_torch(
+    rows: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp_module, "_convolves_faster", lambda: True)
+    monkeypatch.delattr(torch.nn.functional, "conv2d")
+    layer, inputs = Linear(width, 96, dtype=dtype), torch.randn(rows, width, dtype=dtype)  # 1031 is a prime number
+    assert torch.equal(layer(inputs), torch.nn.functional.linear(inputs, layer.weight, layer.bias))
 
 
 # --- policies ---

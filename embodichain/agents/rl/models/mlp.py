@@ -1,10 +1,13 @@
 """Networks of policies and their configs: MLPs, image encoders and recurrent layers."""
 
 import math
+import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -20,6 +23,8 @@ FEW = 8192
 """Number of elements up to which a backward pass in Python costs more than the faster forward pass saves."""
 _MINUS_ONE = torch.tensor(-1.0)
 _CHANNELS = 8  # convolutions in reduced precision are fast for multiples of it
+_WORK, _NARROWEST = 1 << 22, 16  # a convolution is faster for more multiplications, and layers at least as wide
+_IMAGES = range(16, 65)  # torch gives convolutions of fewer images to MKL, too
 
 
 class _SigmoidTanh(torch.autograd.Function):
@@ -54,6 +59,43 @@ class Tanh(nn.Module):
         return torch.tanh(x) if x.numel() <= FEW else _SigmoidTanh.apply(x)
 
 
+class Linear(nn.Linear):
+    """``nn.Linear``; large float32 products on AMD processors with AVX-512 are computed by oneDNN, as a convolution.
+
+    torch leaves matrix products to MKL, which uses half of the vector width of these processors, and convolutions to
+    oneDNN, which uses all of it: a 1x1 convolution of images whose pixels are the rows is the same product.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not input.is_cpu or torch.compiler.is_compiling() or not _convolves_faster():
+            return super().forward(input)
+        rows = input.numel() // self.in_features
+        is_large = rows * self.weight.numel() > _WORK and min(self.in_features, self.out_features) >= _NARROWEST
+        is_plain = input.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        count = next((count for count in _IMAGES if rows % count == 0), None) if is_large and is_plain else None
+        if count is None:
+            return super().forward(input)
+        images = input.reshape(count, -1, 1, self.in_features).permute(0, 3, 1, 2)
+        product = functional.conv2d(images, self.weight[:, :, None, None], self.bias)
+        return product.permute(0, 2, 3, 1).reshape(*input.shape[:-1], self.out_features)
+
+
+@cache
+def _convolves_faster() -> bool:
+    backends: Any = torch.backends
+    if not (backends.mkl.is_available() and backends.mkldnn.is_available()):
+        return False
+    return backends.cpu.get_cpu_capability().startswith("AVX512") and "AuthenticAMD" in _processor()
+
+
+def _processor() -> str:
+    """Return a description of the processor with its vendor."""
+    try:
+        return Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
+    except OSError:
+        return platform.processor()
+
+
 ACTIVATIONS: dict[str, type[nn.Module]]
 ACTIVATIONS = {"relu": nn.ReLU, "elu": nn.ELU, "tanh": Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 
@@ -79,13 +121,13 @@ class MLP(nn.Sequential):
         shape = (output_dim,) if isinstance(output_dim, int) else tuple(output_dim)
         layers: list[nn.Module] = []
         for width, hidden in pairwise([input_dim, *hidden_dims]):
-            layers.append(nn.Linear(width, hidden))
+            layers.append(Linear(width, hidden))
             if use_layernorm:
                 layers.append(nn.LayerNorm(hidden))
             layers.append(make_activation(activation))
             if dropout_p > 0.0:
                 layers.append(nn.Dropout(dropout_p))
-        layers.append(nn.Linear([input_dim, *hidden_dims][-1], math.prod(shape)))
+        layers.append(Linear([input_dim, *hidden_dims][-1], math.prod(shape)))
         if last_activation is not None:
             layers.append(make_activation(last_activation))
         if len(shape) != 1:

@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Generator, Tensor, nn
 
 from embodichain.agents.rl.models.fast_tokens import END, FastCfg, FastTokenizer
+from embodichain.agents.rl.models.mlp import Linear
 from embodichain.config.classes import Config, Number, Size, configclass
 from embodichain.errors import ConfigError, RolloutError
 
@@ -60,8 +61,8 @@ class Block(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.to_qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.to_qkv, self.out = Linear(width, 3 * width), Linear(width, width)
+        self.think = nn.Sequential(Linear(width, 4 * width), nn.GELU(), Linear(4 * width, width))
 
     def forward(self, x: Tensor, causal: bool, cache: list[Tensor] | None = None) -> Tensor:
         """Return ``[batch, positions, width]``; keys and values of ``x`` are appended to ``cache``."""

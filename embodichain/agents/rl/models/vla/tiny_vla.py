@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from embodichain.agents.rl.models.mlp import Linear
 from embodichain.agents.rl.models.vla.model import Decoded, VLAModel, VLAModelCfg, register_vla_model
 from embodichain.config.classes import Layers, Size, configclass
 from embodichain.errors import ConfigError
@@ -93,8 +94,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
-        self.out = nn.Linear(width, width)
+        self.query, self.key_value = Linear(width, width), Linear(width, 2 * width)
+        self.out = Linear(width, width)
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the attention output ``[batch, q, width]``; ``mask`` ``[batch, n]`` is true for valid tokens."""
@@ -112,7 +113,7 @@ class Layer(nn.Module):
         super().__init__()
         self.look, self.talk = Attention(width, num_heads), Attention(width, num_heads)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
-        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.think = nn.Sequential(Linear(width, 4 * width), nn.GELU(), Linear(4 * width, width))
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor) -> Tensor:
         x = x + self.look(self.norms[0](x), context, mask)
@@ -183,4 +184,4 @@ def _head(width: int, hidden: int, out: int) -> nn.Sequential:
     last = nn.Linear(hidden, out)
     nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)
-    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), last)
+    return nn.Sequential(Linear(width, hidden), nn.GELU(), Linear(hidden, hidden), nn.GELU(), last)
