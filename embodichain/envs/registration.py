@@ -208,7 +208,11 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
         common |= {"seed": cfg.seed, "env": {"curricula": cfg.env.curricula}}
         if to_watch:
             common["env"]["events"] = {"demonstration_starts": None}
-        return make_multi_task(cfg.kwargs, cfg.num_envs, lambda one: make(one, trusted_modules, **common))
+        return make_multi_task(
+            cfg.kwargs,
+            cfg.num_envs,
+            lambda one: _make_fitting(load_gym_config(one, **common), trusted_modules, to_watch),
+        )
     if is_simulated_here(cfg):
         task = _TASKS[cfg.id].task
         model = task.build_model(cfg)

@@ -125,6 +125,15 @@ def test_tasks_of_several_start_as_they_do_where_they_are_watched():
         make(config)
 
 
+def test_tasks_in_lists_within_lists_start_as_they_do_where_they_are_watched():
+    own = {"id": "PlaceInBinRL", "env": {"events": {"demonstration_starts": 1.0}}}
+    inner = {"id": "MultiTask", "kwargs": {"tasks": [own, own]}}
+    config = {"id": "MultiTask", "num_envs": 12, "seed": 0, "kwargs": {"tasks": [inner, "PlaceInBinRL"]}}
+    with make_to_watch(config) as watched, make(config) as trained:
+        held = [float((env.reset(seed=4)[0]["task", "held"] > 0).float().mean()) for env in (watched, trained)]
+    assert held[0] == 0.0 < held[1]
+
+
 @pytest.mark.parametrize("pose", [{"x": [-0.05, 0.05], "y": [-0.05, 0.05]}, None])
 def test_reset_events_leave_demonstrated_states_where_they_are(pose):
     """Otherwise a cube that is held would leave the gripper."""
