@@ -553,6 +553,24 @@ def test_cleared_gradients_are_gone_whatever_the_precision(dtype: torch.dtype) -
     assert all(parameter.grad is None for parameter in layer.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_that_are_too_large_for_fp16_are_left_out_and_have_no_norm(dtype: torch.dtype) -> None:
+    """The loss scale begins at 65536 and is halved until gradients fit, which is no failure of the run."""
+    layer = nn.Linear(8, 1, dtype=dtype)
+    optimizer = PolicyOptimizer(layer, 1e-3, 100.0, "fp16")
+    begun, norms, x = layer.weight.detach().clone(), list[float](), torch.ones(4, 8, dtype=dtype)
+    for _ in range(3):
+        with optimizer.autocast():
+            output = layer(x)
+        optimizer.backward(1.5 * output.float().mean())  # 1.5 * 65536 is more than fp16 holds, half of it is not
+        norms.append(float(optimizer.step()))
+        if len(norms) == 1:
+            assert torch.equal(layer.weight, begun)
+    assert norms == pytest.approx([0.0, 4.5, 4.5])  # eight weights and a bias, with a gradient of 1.5 each
+    assert not torch.equal(layer.weight, begun)
+    assert optimizer.scaler.get_scale() == 2**15
+
+
 def test_copies_of_other_weights_are_refused() -> None:
     _, optimizer = trained(torch.bfloat16, 5)
     for dtype in (torch.float32, torch.bfloat16):

@@ -192,6 +192,14 @@ def test_a_decision_of_another_shape_is_refused(decision, named):
         buffer.add(obs, **step_parts(decision))
 
 
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_rollout_without_what_was_decided_is_refused(name):
+    algorithm = make_learner(name)
+    rollout = SyncCollector(make_env()(), algorithm.policy).collect(NUM_STEPS)
+    with pytest.raises(RolloutError, match="the rollout lacks 'decision'"):
+        algorithm.update(rollout.exclude("decision"))
+
+
 def test_a_recurrent_policy_with_one_is_refused():
     policy = make_mixture()
     policy.is_recurrent = True

@@ -139,6 +139,18 @@ def test_products_that_convolutions_do_not_speed_up_are_those_of_torch(
     assert torch.equal(layer(inputs), torch.nn.functional.linear(inputs, layer.weight, layer.bias))
 
 
+@pytest.mark.filterwarnings("ignore:.*jit.trace:DeprecationWarning", "ignore:.*zero-element:UserWarning")
+def test_products_that_cannot_be_convolutions_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of another width, layers without inputs, and a traced layer, which has to take any number of rows."""
+    monkeypatch.setattr(mlp_module, "_convolves_faster", lambda: True)
+    layer, inputs = Linear(256, 96), torch.randn(1024, 256)
+    with pytest.raises(RuntimeError, match="1024x512 and 256x96"):
+        layer(torch.randn(1024, 512))
+    assert torch.equal(Linear(0, 96, bias=False)(torch.empty(1024, 0)), torch.zeros(1024, 96))
+    traced = torch.jit.trace(layer, inputs)
+    assert torch.equal(traced(inputs[:7]), torch.nn.functional.linear(inputs[:7], layer.weight, layer.bias))
+
+
 # --- policies ---
 
 

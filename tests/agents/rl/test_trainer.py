@@ -392,6 +392,12 @@ def test_large_but_finite_numbers_are_let_through(tmp_path):
     trainer.guard.check_rollout(rollout, 0)
 
 
+def test_steps_that_fp16_leaves_out_are_no_failure(tmp_path):
+    trainer = trainer_for(tmp_path / "run", algorithm={"cfg": {"mixed_precision": "fp16"}})
+    trainer.train()
+    assert trainer.algorithm.optimizer.scaler.get_scale() < 2**16  # some were
+
+
 def test_guard_can_be_turned_off(tmp_path):
     assert trainer_for(tmp_path / "run", trainer={"nan_guard": False}).guard is None
 

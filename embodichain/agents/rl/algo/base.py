@@ -169,7 +169,8 @@ class BaseAlgorithm(ABC):
             rollout, self._rollout = self._rollout, None
             if rollout is None:
                 raise RolloutError("update() without a rollout needs collect_rollout() before it, each time")
-        check_rollout(rollout, keys)
+        policy = self.policy
+        check_rollout(rollout, (*keys, *["decision"] * policy.has_decision, *["hidden"] * policy.is_recurrent))
         self.check_num_envs(rollout.batch_size[0])
         return rollout if rollout["reward"].device == self.device else rollout.to(self.device)
 

@@ -242,7 +242,10 @@ class PolicyOptimizer:
         self.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
 
     def step(self) -> Tensor:
-        """Take a step with the accumulated gradient; return its norm before clipping, ``[]``."""
+        """Take a step with the accumulated gradient; return its norm before clipping, ``[]``.
+
+        With fp16, a step whose gradient is too large for the loss scale is left out: its norm counts as 0.
+        """
         self._weights.take_gradients()
         self.scaler.unscale_(self.adam)
         norm = nn.utils.clip_grad_norm_(self._weights.parameters, self.max_grad_norm, foreach=True)
@@ -250,7 +253,7 @@ class PolicyOptimizer:
         self.scaler.update()
         self._weights.write()
         self.clear_gradients()
-        return norm
+        return torch.where(norm.isfinite(), norm, 0.0) if self.scaler.is_enabled() else norm
 
     def clear_gradients(self) -> None:
         """Discard all gradients."""

@@ -67,12 +67,15 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not input.is_cpu or torch.compiler.is_compiling() or not _convolves_faster():
+        jit: Any = torch.jit
+        is_traced = torch.compiler.is_compiling() or jit.is_tracing()  # for other numbers of rows, too
+        if not input.is_cpu or is_traced or not _convolves_faster():
             return super().forward(input)
-        rows = input.numel() // self.in_features
+        rows = input.shape[:-1].numel()
         is_large = rows * self.weight.numel() > _WORK and min(self.in_features, self.out_features) >= _NARROWEST
         is_plain = input.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        count = next((count for count in _IMAGES if rows % count == 0), None) if is_large and is_plain else None
+        fits = is_large and is_plain and input.shape[-1] == self.in_features
+        count = next((count for count in _IMAGES if rows % count == 0), None) if fits else None
         if count is None:
             return super().forward(input)
         images = input.reshape(count, -1, 1, self.in_features).permute(0, 3, 1, 2)
