@@ -326,7 +326,8 @@ class RobotCfg(ArmCfg):
     """Name of a registered robot; ``mjcf`` takes precedence."""
     arms: dict[str, ArmCfg] = {}
     """Several arms by name, which inherit omitted settings from here. An arm with ``uid``, ``mjcf``, ``pos``, ``yaw``
-    or ``quat`` is a separate robot; the others are parts of this robot's model."""
+    or ``quat`` is a separate robot; the others are parts of this robot's model. An arm with another model inherits
+    ``tool``, ``servos``, ``servo_frequency``, ``gravity_compensation``, ``fix_base`` and ``collisions`` only."""
 
 
 @configclass

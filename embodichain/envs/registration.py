@@ -15,7 +15,7 @@ from embodichain.config import load_config, merge
 from embodichain.config.compat import translate_gym_config
 from embodichain.config.files import find_shipped
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
-from embodichain.envs.env_cfg import EnvCfg, GymCfg
+from embodichain.envs.env_cfg import EnvCfg, GymCfg, RobotCfg
 from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
@@ -141,7 +141,34 @@ def _lay_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
         differs = [robot.get(key) is not None and robot[key] != before.get(key) for key in ("uid", "mjcf")]
         if any(differs):  # init_qpos, tool and arms belong to the previous robot
             merged["robot"] = dict(robot)
+        else:
+            merged["robot"] = merge(_without_replaced(before, robot), robot)
     return merged
+
+
+def _without_replaced(before: Mapping[str, Any], robot: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a robot with arms, and only the places of those that ``robot`` replaces by other models.
+
+    What all its arms share is a setting of each arm that is left, so that other models do not inherit it.
+    """
+    own, given = before.get("arms") or {}, robot.get("arms")
+    if not own or not isinstance(given, Mapping):
+        return dict(before)
+    replaced = {name for name, arm in given.items() if isinstance(arm, Mapping) and (arm.get("mjcf") or arm.get("uid"))}
+    replaced -= {name for name in replaced if not given[name].get("mjcf") and given[name]["uid"] == before.get("uid")}
+    if not replaced:
+        return dict(before)
+    plain = RobotCfg().to_dict()
+    shared = {key: at for key, at in before.items() if key not in ("uid", "arms", *robot) and at != plain[key]}
+    arms: dict[str, Any] = {}
+    for name, arm in own.items():
+        if name not in replaced:
+            arms[name] = arm | {key: value for key, value in shared.items() if arm.get(key) == plain[key]}
+            continue
+        turned = any(given[name].get(key) is not None for key in ("yaw", "quat"))
+        kept = ("pos",) if turned else ("pos", "yaw", "quat")
+        arms[name] = {key: arm[key] for key in kept if key in arm}
+    return {key: value for key, value in before.items() if key not in shared} | {"arms": arms}
 
 
 def _with_found_files(given: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
@@ -215,6 +242,10 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
         )
     if is_simulated_here(cfg):
         task = _TASKS[cfg.id].task
+        if cfg.robot.mjcf != task.default_cfg().robot.mjcf or cfg.robot.uid != task.default_cfg().robot.uid:
+            from embodichain.envs.task_starts import with_start  # slow to import, and for other robots only
+
+            cfg = with_start(cfg, task)
         model = task.build_model(cfg)
         if cfg.device == "cpu":
             physics = MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads, task.outputs)

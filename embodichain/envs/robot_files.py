@@ -16,6 +16,8 @@ from embodichain.errors import AssetError, ConfigError, UnknownNameError, neares
 ASSETS = Path(__file__).parent / "assets"
 PREFIX = "robot/"
 _PACKAGE = "package://"
+_OF_ANY_MODEL = ("tool", "servos", "servo_frequency", "gravity_compensation", "fix_base", "collisions")
+"""Settings that an arm with a model of its own inherits: those that name no part of a model and no place."""
 _Entry = TypeVar("_Entry")
 
 
@@ -160,9 +162,11 @@ def _is_robot(arm: ArmCfg) -> bool:
 
 def _complete(cfg: ArmCfg, base: ArmCfg | None = None) -> ArmCfg:
     """Return a config completed from ``base``, the robot that it is an arm of, and from a registered robot."""
-    if base is not None and (cfg.mjcf is not None or (cfg.uid is not None and cfg.uid != base.uid)):
-        base = None  # a different robot
-    cfg = cfg if base is None else _over(base, cfg)
+    model = cfg.mjcf or cfg.uid
+    if base is not None:
+        if model is not None and model != (base.mjcf or base.uid):
+            base = ArmCfg(**{name: getattr(base, name) for name in _OF_ANY_MODEL})
+        cfg = _over(base, cfg)
     if cfg.mjcf is not None:
         return cfg
     return _over(find_named("robot", cfg.uid or "ur5", ROBOTS), cfg)

@@ -349,6 +349,26 @@ def test_two_arms_of_one_model_are_driven_arm_by_arm(save):
         make({"id": "ReachRL", "robot": {"mjcf": save(text), "arms": arms}})
 
 
+def test_arms_with_models_of_their_own_leave_the_posture_of_the_task_behind(save):
+    """They stand where the task's arms do, and inherit what names no part of a model."""
+    path = save(arm(drives=MOTORS + PULL))
+    left, right = {"mjcf": path}, {"mjcf": path, "pos": [0.5, -0.7, 0.0], "quat": [0.7071, 0.0, 0.0, 0.7071]}
+    with make({"id": "LiftBarRL", "robot": {"servos": True, "arms": {"left": left, "right": right}}}) as env:
+        assert env.robot.has_servos
+        assert [one.num_joints for one in env.robot.arms.values()] == [7, 7]
+    cfg = load_gym_config({"id": "LiftBarRL", "robot": {"arms": {"left": left, "right": right}}}).robot
+    assert cfg.tool is None
+    assert (cfg.arms["left"].pos, cfg.arms["left"].yaw) == ((0.5, 0.62, 0.0), -1.5708)
+    assert (cfg.arms["right"].pos, cfg.arms["right"].yaw) == ((0.5, -0.7, 0.0), None)
+    mixed = load_gym_config({"id": "LiftBarRL", "robot": {"arms": {"left": left}}}).robot
+    assert (mixed.tool, mixed.arms["left"].tool, mixed.arms["right"].tool) == (None, None, "gripper")
+    assert len(mixed.arms["right"].init_qpos) == 8
+    shared = RobotCfg.from_dict({"tool": "gripper", "flange": "hand", "arms": {"a": left, "b": {"pos": [0, 0, 0]}}})
+    one, other = (part.cfg for part in robot_files.split_robot(shared))
+    assert (one.tool, one.flange) == ("gripper", None)
+    assert (other.tool, other.flange) == ("gripper", "hand")
+
+
 @pytest.mark.parametrize(("task", "dim"), [("LiftBarRL", 8), ("HandOverRL", 8)])
 def test_two_arm_tasks(task, dim):
     """The expert solves it; nothing is solved by standing still or at random, and the expert earns the most."""
