@@ -14,11 +14,12 @@ import mujoco
 
 from embodichain.envs.env_cfg import GymCfg, RobotCfg, mounted_cameras
 from embodichain.envs.fixtures import COLORS, add_fixture
+from embodichain.envs.model_files import ASSETS, check_finite, find_file, read_spec
 from embodichain.envs.physics import Physics
 from embodichain.envs.postures import base_pose
 from embodichain.envs.rendering import Cameras, looking, mount_cameras
 from embodichain.envs.robot_adaptation import adapted, describe
-from embodichain.envs.robot_files import ASSETS, find_file, read_spec, split_robot
+from embodichain.envs.robot_files import split_robot
 from embodichain.envs.robots import Robot
 from embodichain.envs.scene_cfg import CameraCfg, Color, GoalCfg, ObjectCfg, PoseRangeCfg, SceneCfg, ViewCfg
 from embodichain.envs.scenes import PlacedScene, things, turned
@@ -99,11 +100,13 @@ def build_model(
     if finish is not None:
         finish(spec)
     try:
-        return mount_cameras(spec, cameras) if cameras else spec.compile()
+        model = mount_cameras(spec, cameras) if cameras else spec.compile()
     except ValueError as error:
         raise AssetError(
             f"{scene} with robot {robot.mjcf or robot.uid!r} and tool {robot.tool!r} does not compile: {error}"
         ) from error
+    check_finite(model, str(scene))
+    return model
 
 
 def add_robot(spec: mujoco.MjSpec, robot: RobotCfg) -> None:

@@ -19,11 +19,11 @@ from embodichain.envs.env_cfg import EnvCfg, GymCfg, RobotCfg
 from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
+from embodichain.envs.model_files import find_file
 from embodichain.envs.multi_task import MULTI_TASK, make_multi_task
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.publishing import publish_if_asked
 from embodichain.envs.randomization import EVENTS, spare_rows
-from embodichain.envs.robot_files import find_file
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.terms import OBSERVATIONS, REWARDS

@@ -11,17 +11,10 @@ import numpy as np
 
 from embodichain.envs.env_cfg import ArmCfg, RobotCfg
 from embodichain.envs.grippers import closing_axis, known_grip, try_grip
+from embodichain.envs.model_files import ASSETS, compile_spec, find_file, read_spec
 from embodichain.envs.postures import base_pose, find_start
-from embodichain.envs.robot_files import (
-    ASSETS,
-    TOOLS,
-    RobotPart,
-    compile_robot,
-    find_file,
-    find_named,
-    read_spec,
-    split_robot,
-)
+from embodichain.envs.rendering import looking
+from embodichain.envs.robot_files import TOOLS, RobotPart, find_named, split_robot
 from embodichain.envs.robot_model import (
     HINGE,
     SLIDE,
@@ -52,6 +45,7 @@ from embodichain.errors import AssetError, ConfigError, nearest
 _KEPT = 8  # number of adapted files in the cache
 _FOOT_LEVEL = 0.1  # metres above the lowest limb end; higher ends are hands
 _FASTEST_FINGER = 125.0  # maximum natural frequency of a finger's servo, for steps of 4 ms
+_EYE = (-0.9, -1.9, 0.9)  # from a walking robot to the camera that follows it, in radii of the robot
 _STUCK = 5.0  # times the critical damping, above which a joint hardly moves
 # Our tools pointing straight down: their x axis, along which fingers move, is -y of the world.
 _DOWN = ((0.0, 0.0, 1.0), (-1.0, 0.0, 0.0), (0.0, -1.0, 0.0))
@@ -118,6 +112,7 @@ class _Adaptation:
             for name, parts in arms:
                 self._drive(model, parts, self.part.arms[name].replace(gravity_compensation=False))
                 self._add_feet(model, parts)
+                self._add_camera(model, parts)
             self._strip_world()
             model = self._compile()
         elif not self.ours:
@@ -134,7 +129,7 @@ class _Adaptation:
         return self.spec, RobotSpec(specs, held, tuple(self.locked), tuple(self.dropped), int(model.nu))
 
     def _compile(self) -> mujoco.MjModel:
-        return compile_robot(self.spec, self.file)
+        return compile_spec(self.spec, self.file)
 
     def _check_apart(self, arms: list[tuple[str, ArmParts]]) -> None:
         """Raise ``ConfigError`` for arms of one file that share joints."""
@@ -235,6 +230,29 @@ class _Adaptation:
                 pos -= np.sign(up[2]) * model.geom_size[geom, 1] * rotation.reshape(3, 3)[:, 2]
             body.add_site(name=f"foot_{number}", pos=pos, size=[radius] * 3)
 
+    def _add_camera(self, model: mujoco.MjModel, parts: ArmParts) -> None:
+        """Add a camera ``track`` that follows a robot without cameras, at a distance that shows all of it."""
+        if self.spec.cameras:
+            return
+        data = mujoco.MjData(model)
+        for name, at in zip(parts.joints, parts.init, strict=True):
+            data.qpos[model.joint(name).qposadr[0]] = at
+        mujoco.mj_forward(model, data)
+        base = model.joint(str(free_base(model))).bodyid[0]
+        geoms = [g for g in range(model.ngeom) if model.geom_bodyid[g]]
+        middle = data.subtree_com[base]
+        size = max(float(np.linalg.norm(data.geom_xpos[g] - middle) + model.geom_rbound[g]) for g in geoms)
+        eye, rotation, quat = size * np.array(_EYE), data.xmat[base].reshape(3, 3), np.empty(4)
+        turned = np.empty(4)
+        mujoco.mju_negQuat(quat, data.xquat[base])
+        mujoco.mju_mulQuat(turned, quat, looking(eye.tolist(), (0.0, 0.0, 0.0)))
+        self.spec.body(model.body(base).name).add_camera(
+            name="track",
+            mode=mujoco.mjtCamLight.mjCAMLIGHT_TRACKCOM,
+            pos=rotation.T @ (middle + eye - data.xpos[base]),
+            quat=turned,
+        )
+
     def _strip_world(self) -> None:
         """Delete the ground and the lights of the robot's own scene."""
         for geom in list(self.spec.worldbody.geoms):
@@ -286,7 +304,7 @@ class _Adaptation:
             bare = cfg.replace(
                 tool=None, gripper=[], init_qpos=[], init_tool=None, tool_site=cfg.flange or cfg.tool_site
             )
-            parts = read_arm(model, bare, key)
+            parts = read_arm(model, bare, key, place="flange" if cfg.flange else "tool_site")
             tool.option = self.spec.option
             quat = _turn(known.axis if known else "z", parts.axis)
             if parts.site_body is not None:

@@ -14,8 +14,9 @@ import torch
 
 from embodichain.envs.construction import add_robot
 from embodichain.envs.env_cfg import ArmCfg, RobotCfg
+from embodichain.envs.model_files import compile_spec, find_file, read_spec
 from embodichain.envs.robot_adaptation import describe
-from embodichain.envs.robot_files import ROBOTS, compile_robot, find_file, read_spec, split_robot
+from embodichain.envs.robot_files import ROBOTS, split_robot
 from embodichain.envs.robot_model import (
     HINGE,
     below,
@@ -108,7 +109,7 @@ def suggest(cfg: RobotCfg) -> tuple[RobotCfg, list[str]]:
         body.name = body.name or f"body_{i}"
     for joint in spec.joints:
         joint.name = joint.name or f"{joint.parent.name}_joint"
-    model = compile_robot(spec, Path(cfg.mjcf))
+    model = compile_spec(spec, Path(cfg.mjcf))
     if free_base(model) is not None and not cfg.fix_base:
         return cfg, []
     ends = find_chains(model)
@@ -276,7 +277,7 @@ def _floating_model(cfg: RobotCfg) -> mujoco.MjModel | None:
         return None
     part = split_robot(cfg)[0]
     file = find_file(str(part.cfg.mjcf))
-    model = compile_robot(read_spec(file), file)
+    model = compile_spec(read_spec(file), file)
     return model if free_base(model) is not None else None
 
 

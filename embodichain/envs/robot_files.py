@@ -1,21 +1,15 @@
-"""Robot files: finds and reads registered robots and users' MJCF files, and splits a config into its files."""
+"""Robot files: registered robots and tools by name, and the files that the config of a robot consists of."""
 
-import importlib.util
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
-import mujoco
-
 from embodichain.envs.env_cfg import ArmCfg, RobotCfg
-from embodichain.errors import AssetError, ConfigError, UnknownNameError, nearest
+from embodichain.envs.model_files import ASSETS, find_file
+from embodichain.errors import ConfigError, UnknownNameError, nearest
 
-ASSETS = Path(__file__).parent / "assets"
 PREFIX = "robot/"
-_PACKAGE = "package://"
 _OF_ANY_MODEL = ("tool", "servos", "servo_frequency", "gravity_compensation", "fix_base", "collisions")
 """Settings that an arm with a model of its own inherits: those that name no part of a model and no place."""
 _Entry = TypeVar("_Entry")
@@ -67,51 +61,6 @@ def register_robot(name: str, mjcf: str | os.PathLike[str], **settings: Any) -> 
 def register_tool(name: str, mjcf: str | os.PathLike[str], site: str = "tool", fingers: Sequence[str] = ()) -> None:
     """Register a tool under a name for ``robot.tool``; its z axis is aligned with the flange's."""
     TOOLS[name] = ToolSpec(str(find_file(str(mjcf))), site, tuple(fingers), "z")
-
-
-def find_file(name: str, folder: Path | None = None) -> Path:
-    """Return the path of a file in a config: in a package, relative to the config, or to the working directory."""
-    if name.startswith(_PACKAGE):
-        package, _, inside = name.removeprefix(_PACKAGE).partition("/")
-        found = importlib.util.find_spec(package) if package.isidentifier() else None
-        if found is None or not found.submodule_search_locations:
-            raise AssetError(f"{name}: the Python package {package!r} is not installed")
-        places = [Path(place) / inside for place in found.submodule_search_locations]
-    else:
-        given = Path(name).expanduser()
-        places = [given] if given.is_absolute() else [*([folder / given] if folder else []), Path.cwd() / given]
-    for place in places:
-        if place.is_file():
-            return place.resolve()
-    raise AssetError(f"no such file: {name} (looked for {', '.join(map(str, places))})")
-
-
-def read_spec(path: Path) -> mujoco.MjSpec:
-    """Parse an MJCF file; ``AssetError`` if it is not valid.
-
-    Included files are next to it, or part of this package, such as ``table.xml``.
-    """
-    folder, parts = path.parent, {}
-    if folder != ASSETS:
-        parts = {part.name: part.read_bytes() for part in ASSETS.glob("*.xml") if not (folder / part.name).exists()}
-    try:
-        return mujoco.MjSpec.from_file(str(path), include=parts)
-    except (ValueError, OSError) as error:
-        raise AssetError(f"{path.name} is no valid MJCF model: {error}") from error
-
-
-def compile_robot(spec: mujoco.MjSpec, file: Path) -> mujoco.MjModel:
-    """Compile a robot; meshes without volume, which MuJoCo rejects, get shell inertia."""
-    for _ in range(len(spec.meshes) + 1):
-        try:
-            return spec.compile()
-        except ValueError as error:
-            flat = re.search(r"mesh volume is too small: (\S+)", str(error))
-            mesh = spec.mesh(flat[1]) if flat else None
-            if mesh is None:
-                raise AssetError(f"{file} does not compile: {error}") from error
-            mesh.inertia = mujoco.mjtMeshInertia.mjMESH_INERTIA_SHELL
-    raise AssetError(f"{file} does not compile: its meshes have no volume")
 
 
 def find_named(kind: str, name: str, known: Mapping[str, _Entry]) -> _Entry:

@@ -20,7 +20,7 @@ _JOINT, _SITE, _BODY, _EQUALITY = (
     int(getattr(mujoco.mjtObj, f"mjOBJ_{kind}")) for kind in ("JOINT", "SITE", "BODY", "EQUALITY")
 )
 HINGE, SLIDE = int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE)
-FREE = int(mujoco.mjtJoint.mjJNT_FREE)
+FREE, _BALL = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)
 _TOOL_WORDS = ("tcp", "tool", "pinch", "grasp", "grip", "eef", "end_effector", "ee", "attachment", "flange", "wrist")
 _SHORTEST_ARM = 3  # minimum number of joints of a branch to count as an arm, not as a finger
 ADDED_SITE = "tool_frame"
@@ -98,20 +98,29 @@ def find_chains(model: mujoco.MjModel) -> list[int]:
         branches = [b for b in children if 2 * int(depth[b]) > longest]
         if len(branches) > 1 and so_far >= _SHORTEST_ARM and longest <= 5:  # fingers of a hand
             return [last]
-        if len(branches) > 1 and longest < _SHORTEST_ARM:
-            return [last] if last else []
+        if len(branches) > 1 and longest < _SHORTEST_ARM and last:
+            return [last]
         return [end for branch in branches for end in follow(branch, so_far, last)]
 
     return follow(0, 0, 0)
 
 
-def read_arm(model: mujoco.MjModel, cfg: ArmCfg, key: str = "robot", home: np.ndarray | None = None) -> ArmParts:
+def read_arm(
+    model: mujoco.MjModel, cfg: ArmCfg, key: str = "robot", home: np.ndarray | None = None, place: str = "tool_site"
+) -> ArmParts:
     """Find the arm of a config in a model of the robot alone.
 
-    ``key`` is the path of the config; ``home`` are the joint positions of a keyframe.
+    ``key`` is the path of the config, and ``place`` the setting that its ``tool_site`` comes from; ``home`` are the
+    joint positions of a keyframe.
     """
-    ends = _last_link(model, cfg, key)
+    ends = _last_link(model, cfg, key, place)
     chain = path_joints(model, ends)
+    balls = [model.joint(j).name for j in chain if int(model.jnt_type[j]) == _BALL]
+    if balls:
+        raise ConfigError(
+            f"{key}: ball joints are not supported: joint {_listed([repr(name) for name in balls])}; replace it in the "
+            "model by three hinges, whose axes meet in one point"
+        )
     base = next((j for j in chain if not moves(model, j)), None)
     if base is not None:
         raise ConfigError(_floating(key, model.joint(base).name))
@@ -121,7 +130,7 @@ def read_arm(model: mujoco.MjModel, cfg: ArmCfg, key: str = "robot", home: np.nd
     inside = list(below(model, ends))
     hand = [j for b in inside for j in range(model.body_jntadr[b], model.body_jntadr[b] + model.body_jntnum[b])]
     parts.hand = [model.joint(j).name for j in hand if j not in chain]
-    _find_tool(model, cfg, key, parts, ends)
+    _find_tool(model, cfg, key, parts, ends, place)
     parts.fingers = _find_fingers(model, cfg, key, parts)
     data = mujoco.MjData(model)
     if home is not None:
@@ -132,12 +141,12 @@ def read_arm(model: mujoco.MjModel, cfg: ArmCfg, key: str = "robot", home: np.nd
 
 def _floating(key: str, joint: str) -> str:
     return (
-        f"{key}: the base of this robot is free (joint {joint!r}), and an arm task needs one that stands still. Set "
-        f"{key}.fix_base to true to bolt it down, or choose a task for robots that walk"
+        f"{key}: the base of this robot is free (joint {joint!r}). Set {key}.walks to true for a robot with legs, in a "
+        f"task that walks, such as QuadrupedVelocityRL; or {key}.fix_base to true to bolt it down, for a task of an arm"
     )
 
 
-def _last_link(model: mujoco.MjModel, cfg: ArmCfg, key: str) -> int:
+def _last_link(model: mujoco.MjModel, cfg: ArmCfg, key: str, place: str) -> int:
     """Return the body that the last joint of the arm moves."""
     known = names(model, "joint")
     unknown = [name for name in cfg.joints if name not in known]
@@ -155,11 +164,11 @@ def _last_link(model: mujoco.MjModel, cfg: ArmCfg, key: str) -> int:
             )
         return body
     if cfg.tool_site is not None:
-        body = _place(model, cfg.tool_site, f"{key}.tool_site")[0]
+        body = _place(model, cfg.tool_site, f"{key}.{place}")[0]
         while body and not model.body_jntnum[body]:
             body = int(model.body_parentid[body])
         if not body:
-            raise ConfigError(f"{key}.tool_site: no joint moves {cfg.tool_site!r}; name a site or body of the hand")
+            raise ConfigError(f"{key}.{place}: no joint moves {cfg.tool_site!r}; name a site or body of the hand")
         return body
     floating = free_base(model)
     if floating is not None:
@@ -247,16 +256,16 @@ def has_limits(model: mujoco.MjModel, joint: int) -> bool:
     return bool(model.jnt_limited[joint] or (drive is not None and model.actuator_ctrllimited[drive]))
 
 
-def _find_tool(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, last: int) -> None:
+def _find_tool(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, last: int, place: str) -> None:
     """Find the site of the tool, or the body to which it is added."""
     rigid = [b for b in below(model, last) if b == last or path_joints(model, b) == path_joints(model, last)]
     if cfg.tool_site is not None:
-        body, site = _place(model, cfg.tool_site, f"{key}.tool_site")
+        body, site = _place(model, cfg.tool_site, f"{key}.{place}")
         if body not in rigid:
             on_hand = [model.site(s).name for s in range(model.nsite) if int(model.site_bodyid[s]) in rigid]
             options = on_hand or [model.body(b).name for b in rigid]
             raise ConfigError(
-                f"{key}.tool_site: {cfg.tool_site!r} is not fixed to the last link {parts.body!r}; "
+                f"{key}.{place}: {cfg.tool_site!r} is not fixed to the last link {parts.body!r}; "
                 f"choose one of {_listed(options)}, or other {key}.joints"
             )
         parts.site, parts.site_body = _site_name(model, body, site)

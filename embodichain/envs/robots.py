@@ -16,13 +16,13 @@ from torch import Tensor
 from embodichain.envs.kinematics import SerialChain
 
 _ELSEWHERE = {
-    "ASSETS": "robot_files",
+    "ASSETS": "model_files",
     "ROBOTS": "robot_files",
     "TOOLS": "robot_files",
     "add_robot": "construction",
     "build_model": "construction",
     "describe": "robot_adaptation",
-    "read_spec": "robot_files",
+    "read_spec": "model_files",
     "register_robot": "robot_files",
     "register_tool": "robot_files",
 }

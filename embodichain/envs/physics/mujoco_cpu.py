@@ -37,7 +37,12 @@ def limit_cores(count: int) -> None:
 def log_warnings() -> None:
     """Send MuJoCo's warnings to the log instead of ``MUJOCO_LOG.TXT``, unless a handler is set already."""
     if mujoco.get_mju_user_warning() is None:
-        mujoco.set_mju_user_warning(lambda message: _LOG.warning("MuJoCo: %s", message))
+        mujoco.set_mju_user_warning(_log)
+
+
+def _log(message: str) -> None:
+    if "XML contains a 'NaN'" not in message:  # an error that names the element follows
+        _LOG.warning("MuJoCo: %s", message)
 
 
 class _Closed:

@@ -74,7 +74,9 @@ class VelocityTask(Task):
         model, device = physics.model, physics.device
         free = [j for j in range(model.njnt) if model.jnt_type[j] == mujoco.mjtJoint.mjJNT_FREE]
         if not free:
-            raise ConfigError(f"robot.uid: {cfg.id} needs a robot that can move freely, and {cfg.robot.uid!r} is fixed")
+            key, named = ("mjcf", cfg.robot.mjcf) if cfg.robot.mjcf is not None else ("uid", cfg.robot.uid)
+            problem = f"needs a robot with a free base and legs, and the base of {named!r} is fixed"
+            raise ConfigError(f"robot.{key}: {cfg.id} {problem}; choose a robot that walks, or a task of an arm")
         self._base, self._motion = int(model.jnt_qposadr[free[0]]), int(model.nq + model.jnt_dofadr[free[0]])
         nq, at = int(model.nq), robot.qvel
         self._velocities = slice(nq + at.start, nq + at.stop) if isinstance(at, slice) else nq + at

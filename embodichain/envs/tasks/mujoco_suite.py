@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, RobotCfg, mounted_cameras
+from embodichain.envs.model_files import read_spec
 from embodichain.envs.physics import Physics
 from embodichain.envs.physics.contact_forces import ask_for_contact_forces
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.rendering import camera_names, mount_cameras
-from embodichain.envs.robot_files import read_spec
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task
 from embodichain.errors import ConfigError

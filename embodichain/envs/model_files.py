@@ -1,0 +1,140 @@
+"""Model files: finds, parses and compiles MJCF, and says of a file that cannot be used what is wrong and where."""
+
+import importlib.util
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import mujoco
+import numpy as np
+
+from embodichain.envs.physics.mujoco_cpu import log_warnings
+from embodichain.errors import AssetError
+
+ASSETS = Path(__file__).parent / "assets"
+_PACKAGE = "package://"
+_ELEMENTS = {
+    "body": "body",
+    "jnt": "joint",
+    "dof": "joint",
+    "geom": "geom",
+    "site": "site",
+    "cam": "camera",
+    "light": "light",
+    "mesh": "mesh",
+    "tendon": "tendon",
+    "actuator": "actuator",
+    "eq": "equality",
+    "key": "key",
+}
+"""Elements of a model by the first word of the names of their arrays."""
+_COUNTS = {"body": "nbody", "joint": "njnt", "camera": "ncam", "actuator": "nu", "equality": "neq"}
+
+
+def find_file(name: str, folder: Path | None = None) -> Path:
+    """Return the path of a file in a config: in a package, relative to the config, or to the working directory."""
+    if name.startswith(_PACKAGE):
+        package, _, inside = name.removeprefix(_PACKAGE).partition("/")
+        found = importlib.util.find_spec(package) if package.isidentifier() else None
+        if found is None or not found.submodule_search_locations:
+            raise AssetError(f"{name}: the Python package {package!r} is not installed")
+        places = [Path(place) / inside for place in found.submodule_search_locations]
+    else:
+        given = Path(name).expanduser()
+        places = [given] if given.is_absolute() else [*([folder / given] if folder else []), Path.cwd() / given]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    if any(place.is_dir() for place in places):
+        raise AssetError(f"{name} is a folder; expected a file in it, such as {name.rstrip('/')}/robot.xml")
+    raise AssetError(f"no such file: {name} (looked for {', '.join(map(str, places))})")
+
+
+def read_spec(path: Path) -> mujoco.MjSpec:
+    """Parse an MJCF file; ``AssetError`` if it is not valid.
+
+    Included files are next to it, or part of this package, such as ``table.xml``.
+    """
+    log_warnings()
+    folder, parts = path.parent, {}
+    if folder != ASSETS:
+        parts = {part.name: part.read_bytes() for part in ASSETS.glob("*.xml") if not (folder / part.name).exists()}
+    try:
+        return mujoco.MjSpec.from_file(str(path), include=parts)
+    except (ValueError, OSError) as error:
+        raise AssetError(f"{path.name} is no valid MJCF model: {_explained(path, str(error))}") from error
+
+
+def compile_spec(spec: mujoco.MjSpec, file: Path) -> mujoco.MjModel:
+    """Compile the model of a file, whose numbers must be finite; meshes without volume, which MuJoCo rejects, get shell
+    inertia."""
+    log_warnings()
+    for _ in range(len(spec.meshes) + 1):
+        try:
+            model = spec.compile()
+        except ValueError as error:
+            flat = re.search(r"mesh volume is too small: (\S+)", str(error))
+            mesh = spec.mesh(flat[1]) if flat else None
+            if mesh is None:
+                raise AssetError(f"{file} does not compile: {_missing(spec, file, str(error))}") from error
+            mesh.inertia = mujoco.mjtMeshInertia.mjMESH_INERTIA_SHELL
+            continue
+        check_finite(model, str(file))
+        return model
+    raise AssetError(f"{file} does not compile: its meshes have no volume")
+
+
+def check_finite(model: mujoco.MjModel, what: str) -> None:
+    """Raise ``AssetError`` if a number of a model is NaN, or infinite and no limit; the message names its element."""
+    found = []
+    for field in dir(model):
+        values = None if field.startswith("_") else getattr(model, field)
+        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+            continue
+        wrong = np.isnan(values) if field.endswith("range") else ~np.isfinite(values)
+        if wrong.any():
+            row = int(np.argwhere(wrong)[0][0])
+            found.append((field.endswith("0"), field, row, values[wrong].flat[0]))  # ...0: computed from others
+    if found:
+        _, field, row, value = min(found)
+        where = _element(model, field, row)
+        raise AssetError(
+            f"{what}: {where} is {value}; expected finite numbers. Correct it, or the <default> that it comes from"
+        )
+
+
+def _element(model: mujoco.MjModel, field: str, row: int) -> str:
+    """Return the attribute and the element that a row of an array of the model belongs to."""
+    first, _, attribute = field.partition("_")
+    kind = _ELEMENTS.get(first)
+    if kind is None or row >= int(getattr(model, _COUNTS.get(kind, f"n{kind}")) if first != "dof" else model.nv):
+        return f"{field} of the model"
+    index = int(model.dof_jntid[row]) if first == "dof" else row
+    name = getattr(model, {"equality": "eq", "camera": "cam"}.get(kind, kind))(index).name
+    return f"{attribute} of the {kind} {name!r}" if name else f"{attribute} of {kind} number {index}, without a name,"
+
+
+def _explained(path: Path, error: str) -> str:
+    """Return MuJoCo's error in plain words where the file is no XML."""
+    if "XML parse error" in error:
+        try:
+            ElementTree.parse(path)
+        except ElementTree.ParseError as problem:
+            return f"it is no XML ({problem})"
+    where = f" (looked in {path.parent})" if "Error opening file" in error else ""
+    return error.strip().replace("\n", "; ") + where
+
+
+def _missing(spec: mujoco.MjSpec, file: Path, error: str) -> str:
+    """Add to MuJoCo's error where a missing mesh or texture was expected, and what to do."""
+    found = re.search(r"Error opening file '(.+)'", error)
+    if found is None:
+        return error.strip().replace("\n", "; ")
+    name = found[1]
+    textures = {given for texture in spec.textures for given in (texture.file, *texture.cubefiles)}
+    kind, folder = ("texturedir", spec.texturedir) if name in textures else ("meshdir", spec.meshdir)
+    place = file.parent / folder / name
+    return (
+        f"it needs the file {name!r}, and there is no {place}. Put the file there, or correct its name or the "
+        f"{kind} of <compiler>; meshes of robots are often downloaded beside the model"
+    )
