@@ -312,6 +312,9 @@ class TaskView(VecEnv):
     ) -> np.ndarray:
         return self.env.render(env_ids, camera, size)
 
+    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
+        return self.env.watch_ends(see)
+
     def prepare(self) -> None:
         self.env.prepare()
 

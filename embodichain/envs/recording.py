@@ -180,6 +180,8 @@ class Step:
     """The last observation of each env before a reset."""
     ended: list[EpisodeResult]
     """The counted episodes that ended with the last step."""
+    left: list[int]
+    """Number of episodes that each env has yet to end."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None)
     total = torch.zeros(env.num_envs, dtype=torch.float64)
     length = torch.zeros(env.num_envs, dtype=torch.int64)
     obs, _ = env.reset(seed=seed)
-    yield Step(obs, obs, [])
+    yield Step(obs, obs, [], share.tolist())
     while bool((share > 0).any()):
         obs, reward, terminated, truncated, info = env.step(act(obs))
         total += reward.to("cpu", torch.float64)
@@ -245,12 +247,13 @@ def roll(env: VecEnv, act: ActionSource, episodes: int, seed: int | None = None)
                 ended.append(EpisodeResult(env_id, float(total[env_id]), int(length[env_id]), solved, last))
         share -= done.to(share.dtype)
         total[done], length[done] = 0.0, 0
-        yield Step(obs, info["final_observation"], ended)
+        yield Step(obs, info["final_observation"], ended, share.clamp(min=0).tolist())
 
 
 class EpisodeRecorder:
     """Records the first ``episodes`` episodes of one env; ``problem`` is the reason if there is no video.
 
+    Each ends with the state in which it ended, where the env can show that before it begins the next one.
     A rendering error never stops the rollout: an env may have no camera, fail to render, or return no image.
     """
 
@@ -278,7 +281,9 @@ class EpisodeRecorder:
         self._stride = max(1, math.ceil(1.0 / step_seconds / _MAX_FPS - 1e-6))
         self._video = VideoWriter(video, fps=1.0 / (step_seconds * self._stride))
         self._finished = self._steps = 0
+        self._end_drawn = False
         self._points: dict[tuple[str, str], list[np.ndarray]] = {}
+        env.watch_ends(self._see_ends)
 
     def watch(self, step: Step) -> None:
         """Record one step of :func:`roll`."""
@@ -287,13 +292,15 @@ class EpisodeRecorder:
         for episode in step.ended:
             if episode.env == self.env_id:
                 self._end(episode, step.final_obs)
+        if not step.left[self.env_id]:  # what this env does from now on belongs to no episode that counts
+            self.episodes = self._finished
         if self._finished >= self.episodes:
+            self.env.watch_ends(None)
             return
         self._add_points(step.obs)
         if self.problem is None and self._steps % self._stride == 0:
             with self._keeping_errors():
-                self.still = self.env.render([self.env_id], self._camera, self._size)[0]
-                self._video.append(caption(self.still, f"episode {self._finished + 1}"))
+                self._video.append(caption(self._draw(), f"episode {self._finished + 1}"))
         self._steps += 1
 
     def finish(self) -> list[Path]:
@@ -308,7 +315,19 @@ class EpisodeRecorder:
 
     def close(self) -> None:
         """Discard an unfinished video."""
+        self.env.watch_ends(None)
         self._video.close(keep=False)
+
+    def _draw(self) -> np.ndarray:
+        self.still = image = self.env.render([self.env_id], self._camera, self._size)[0]
+        return image
+
+    def _see_ends(self, ended: Tensor) -> None:
+        """Draw the state in which the episode ended; called before the next one begins."""
+        if self.problem is None and not self._end_drawn and bool(ended[self.env_id]):
+            with self._keeping_errors():
+                self._draw()
+                self._end_drawn = True  # the rest of a chunk of actions changes the state again
 
     @contextlib.contextmanager
     def _keeping_errors(self) -> Iterator[None]:
@@ -330,7 +349,8 @@ class EpisodeRecorder:
                 self._points.setdefault(key, []).append(value[self.env_id, :2].cpu().numpy())
 
     def _end(self, episode: EpisodeResult, final_obs: TensorDict) -> None:
-        """End an episode: hold its last frame, and plot the trajectories of the first episode."""
+        """End an episode: hold the image of its end, and plot the trajectories of the first episode."""
+        self._end_drawn = False
         self._add_points(final_obs)
         outcome = {True: "success", False: "no success", None: f"return {episode.total_reward:.1f}"}[episode.success]
         if self.problem is None and self.still is not None:

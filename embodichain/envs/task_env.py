@@ -60,6 +60,7 @@ class TaskEnv(VecEnv):
         self._one = torch.ones((), dtype=torch.int64, device=self.device)
         self.on_step: Callable[[Tensor], None] | None = None
         """Called after every step with the reward ``[num_envs]``; it must not modify anything."""
+        self._see_ends: Callable[[Tensor], None] | None = None
         self._image_mask: Tensor | None = None
         """Bool ``[num_envs]``: envs that need images in the next observation; ``None`` means all."""
         noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731
@@ -208,7 +209,7 @@ class TaskEnv(VecEnv):
 
     def step(self, action: Action) -> StepResult:
         applied = self.action_manager.unwrap(action, self._step)
-        if self._graphed is not None:  # on a GPU, the calls below are replayed as CUDA graphs
+        if self._graphed is not None and self._see_ends is None:  # on a GPU: CUDA graphs of the calls below
             result = self._graphed(applied)
         else:
             self._act(applied)
@@ -255,6 +256,7 @@ class TaskEnv(VecEnv):
         self._packed, self._obs = packed, self._observations.unpack(packed)  # until the reset below
         final = self._obs
         done = outcome.terminated | outcome.truncated
+        self._show_ends(done)
         obs = self._reset_done(done, drawn)
         info = {
             "final_observation": final,
@@ -284,6 +286,19 @@ class TaskEnv(VecEnv):
             self._curricula.record(outcome.terminated | outcome.truncated, outcome.metrics.get("success"))
             outcome.metrics.update(self._curricula.metrics())
         return outcome
+
+    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
+        self._see_ends = see
+        return True
+
+    def _show_ends(self, done: Tensor) -> None:
+        """Show the states of done envs, except those that diverged, which MuJoCo has reset already."""
+        if self._see_ends is None:
+            return
+        diverged = self.physics.diverged
+        ended = done if diverged is None else done & ~diverged
+        if bool(ended.any()):
+            self._see_ends(ended)
 
     def _reset_done(self, done: Tensor, drawn: Drawn | None = None) -> TensorDict:
         """Start the next episode where ``done`` ``[num_envs]`` is set, and return the observation of all envs."""
@@ -318,6 +333,7 @@ class TaskEnv(VecEnv):
         outcome = self._score(scene, applied)
         if self._observations.needs_every_step:
             self._build(scene, self._all)
+        self._show_ends(outcome.terminated | outcome.truncated)
         if self.on_step is not None:
             self.on_step(outcome.reward)
         return outcome

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -214,6 +214,14 @@ class VecEnv(ABC):
     ) -> np.ndarray:
         """Return uint8 images ``[len(env_ids), H, W, 3]`` of the current state."""
         raise EnvContractError(f"{type(self).__name__} has no camera")
+
+    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
+        """Call ``see`` with the mask ``[num_envs]`` of envs whose episodes just ended, before the next ones begin.
+
+        There, ``render`` shows the states in which the episodes ended. ``None`` stops it. Return whether this
+        environment can do so. In a chunk of actions, envs that ended before are seen again.
+        """
+        return False
 
     def prepare(self) -> None:  # noqa: B027 - most environments have nothing to prepare
         """Precompute work for coming steps while the caller is idle; this affects speed only."""

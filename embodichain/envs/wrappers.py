@@ -126,6 +126,9 @@ class ChunkedEnv(VecEnv):
     ) -> np.ndarray:
         return self.env.render(env_ids, camera, size)
 
+    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
+        return self.env.watch_ends(see)
+
     def prepare(self) -> None:
         self.env.prepare()
 
@@ -265,6 +268,21 @@ class GroupedEnv(VecEnv):
             if local.numel():
                 images[mine.cpu().numpy()] = group.render(local, camera, size)
         return images
+
+    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
+        def seen_in(rows: slice) -> Callable[[Tensor], None] | None:
+            if see is None:
+                return None
+
+            def see_rows(ended: Tensor) -> None:
+                everywhere = torch.zeros(self.num_envs, dtype=torch.bool, device=ended.device)
+                everywhere[rows] = ended
+                see(everywhere)
+
+            return see_rows
+
+        able = [group.watch_ends(seen_in(rows)) for group, rows in zip(self.groups, self.slices, strict=True)]
+        return all(able)
 
     def prepare(self) -> None:
         for group in self.groups:

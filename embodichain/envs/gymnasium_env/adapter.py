@@ -112,6 +112,7 @@ class GymnasiumVecEnv(VecEnv):
         self.supports_state = self._states is not None
         self._elapsed = np.zeros(self.num_envs, dtype=np.int64)
         self._episode = np.full(self.num_envs, -1, dtype=np.int64)
+        self._see_ends: Callable[[Tensor], None] | None = None
         self._rows: Rows | None = None  # last returned observation; None before the first reset
 
     @classmethod
@@ -179,6 +180,8 @@ class GymnasiumVecEnv(VecEnv):
         if self._mode is AutoresetMode.SAME_STEP and native_end.any():
             reached = self._final_rows(rows, infos, native_end)
         if done.any():
+            if self._see_ends is not None:
+                self._see_ends(torch.from_numpy(done).to(self.device))
             self._rows = self._reset_done(rows, done, native_end)
         obs = self._tensordict(self._rows)
         info = {
@@ -243,6 +246,12 @@ class GymnasiumVecEnv(VecEnv):
             raise RenderingError(f"this Gymnasium env cannot be rendered: {error}") from error
         images = [_rgb_image(frame).resize(size[::-1], Image.Resampling.BILINEAR) for frame in frames]
         return np.stack([np.asarray(image) for image in images])
+
+    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
+        if self._mode is AutoresetMode.SAME_STEP:  # the vector env has begun the next episodes already
+            return False
+        self._see_ends = see
+        return True
 
     def close(self) -> None:
         self.vector_env.close()
