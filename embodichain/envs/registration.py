@@ -232,6 +232,10 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
         if cfg.env.events.demonstration_starts:
             problem = "expected in the env.events of each task of kwargs.tasks that is to have it"
             raise ConfigError(f"env.events.demonstration_starts: {problem}; leave it out here", cfg.id)
+        given = _given_of_env(cfg, EnvCfg())
+        if given:
+            problem = "expected in the env of each task of kwargs.tasks that is to have it; leave it out here"
+            raise ConfigError([f"env.{name}: {problem}" for name in given], cfg.id)
         common |= {"seed": cfg.seed, "env": {"curricula": cfg.env.curricula}}
         if to_watch:
             common["env"]["events"] = {"demonstration_starts": None}
@@ -257,11 +261,13 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
         return publish_if_asked(TaskEnv(cfg, task, on_device))
     if unknown := unknown_id(cfg.id):
         raise UnknownNameError(unknown)
-    plain, env = EnvCfg(), cfg.env
-    given = [name for name in ("events", "scene", "rewards", "actions") if getattr(env, name) != getattr(plain, name)]
+    default = _TASKS[cfg.id].task.default_cfg() if cfg.id in _TASKS else GymCfg(cfg.id)
+    given = [f"env.{name}" for name in _given_of_env(cfg, default.env)]
+    given += ["robot"] if cfg.robot != default.robot else []
     if given:
         problem = "is simulated by Gymnasium, where this cannot be set; leave it out"
-        raise ConfigError([f"env.{name}: {cfg.id} {problem}" for name in given])
+        problem += ", or native: false" if cfg.id in _TASKS and not cfg.native else ""
+        raise ConfigError([f"{name}: {cfg.id} {problem}" for name in given])
     if cfg.num_envs > MAX_COPIES:
         problem = f"num_envs: expected at most {MAX_COPIES} copies of a Gymnasium environment, got {cfg.num_envs}"
         raise ConfigError(problem, cfg.id)
@@ -281,6 +287,15 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
         if refused:
             raise ConfigError(f"kwargs.{refused[0]}: {cfg.id} takes no such argument ({error})") from error
         raise
+
+
+def _given_of_env(cfg: GymCfg, default: EnvCfg) -> list[str]:
+    """Return the settings of ``env`` that differ from ``default``.
+
+    Not ``curricula``, which evaluations set everywhere: where no range can be given, none has a curriculum.
+    """
+    names = (name for name in EnvCfg.__dataclass_fields__ if name != "curricula")
+    return [name for name in names if getattr(cfg.env, name) != getattr(default, name)]
 
 
 def make_to_watch(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from embodichain.envs.env_cfg import RobotCfg
-from embodichain.envs.registration import make
+from embodichain.envs.registration import load_gym_config, make, make_to_watch
 from embodichain.envs.robots import Robot, build_model, describe
 from embodichain.errors import AssetError, ConfigError
 
@@ -150,6 +150,50 @@ def test_worlds_that_cannot_be_meant_are_one_message(id, env, told):
         make({"id": id, "env": env}, num_envs=1, seed=0, num_threads=1)
     assert told in str(caught.value)
     assert len(caught.value.problems) == 1
+
+
+CAMERA = {"cameras": [{"name": "track"}]}
+
+
+@pytest.mark.parametrize("id", ["HalfCheetah-v5", "CartPole-v1"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("observations", CAMERA),
+        ("observations", {"noise": {"state": 0.1}}),
+        ("observations", {"delay": {"state": [0, 2]}}),
+        ("substeps", 3),
+        ("timestep", 0.004),
+        ("success_threshold", 0.2),
+        ("terminate_on_success", None),
+        ("language", {}),
+        ("command", {}),
+        ("rewards", {"mode": "sparse"}),
+    ],
+)
+def test_gymnasiums_own_environments_refuse_what_they_would_ignore(id, key, value):
+    if key == "terminate_on_success":  # the opposite of the default
+        value = id == "HalfCheetah-v5"
+    with pytest.raises(ConfigError, match=f"env.{key}: {id} is simulated by Gymnasium, where this cannot be set"):
+        make({"id": id, "num_envs": 1, "native": False, "env": {key: value}})
+
+
+def test_gymnasiums_own_environments_have_no_robot_of_ours():
+    with pytest.raises(ConfigError, match="robot: CartPole-v1 is simulated by Gymnasium"):
+        make({"id": "CartPole-v1", "robot": {"uid": "panda"}})
+
+
+def test_gymnasiums_own_environments_take_the_defaults_written_out():
+    for id in ("HalfCheetah-v5", "CartPole-v1"):
+        written = load_gym_config({"id": id, "native": False}, seed=0).to_dict()
+        with make(written) as env, make_to_watch(written) as watched:
+            assert env.observation_space == watched.observation_space
+
+
+def test_tasks_together_have_their_own_settings():
+    tasks = {"kwargs": {"tasks": ["ReachRL", "CartPoleRL"], "observations": "padded"}}
+    with pytest.raises(ConfigError, match=r"env.observations: expected in the env of each task of kwargs.tasks"):
+        make({"id": "MultiTask", "num_envs": 2, **tasks, "env": {"observations": CAMERA}})
 
 
 def test_a_stage_may_be_the_rate_of_actions():
