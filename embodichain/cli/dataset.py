@@ -176,6 +176,9 @@ def _info(console: Console, reader: LeRobotReader) -> int:
         short = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         table.add_row(name, entry.dtype, "x".join(map(str, entry.shape)), short)
     console.print(table)
+    for name, entry in info.features.items():
+        if entry.id_names:
+            _say(console, f"ids of {name}: {', '.join(f'{i} {body}' for i, body in enumerate(entry.id_names))}")
     if missing := left_out(reader):
         _say(console, f"not read here: {', '.join(missing)}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -160,12 +160,13 @@ class SourceDescription:
     fps: int = _DEFAULT_FPS
     robot_type: str | None = None
     names: Mapping[Key, Sequence[str]] = field(default_factory=dict)
-    """Names of the components of an array, by its key."""
+    """Names of the components of an array, or of the ids in it, by its key."""
 
 
 def describe(source: EpisodeSource) -> SourceDescription:
     """Return the frame rate, the robot and its joint names, as far as the source knows them."""
     from embodichain.agents.datasets.lerobot import RecordedEpisodes
+    from embodichain.agents.datasets.lerobot.format import is_segmentation
     from embodichain.agents.engine.sources import MixedEpisodes, SimulatedEpisodes
     from embodichain.envs.multi_task import TaskView
     from embodichain.envs.task_env import TaskEnv
@@ -174,7 +175,13 @@ def describe(source: EpisodeSource) -> SourceDescription:
     if isinstance(source, RecordedEpisodes):
         return SourceDescription(round(source.reader.fps), source.reader.info.robot_type, source.reader.names)
     if isinstance(source, MixedEpisodes):
-        source = source.sources[0]
+        parts = [describe(one) for one in source.sources]
+        names = {
+            key: known
+            for key, known in parts[0].names.items()
+            if not is_segmentation(key) or all(part.names.get(key) == known for part in parts)
+        }  # the ids of several tasks have names only if they mean the same bodies in all of them
+        return replace(parts[0], names=names)
     env = source.env if isinstance(source, SimulatedEpisodes) else None
     env = env.env if isinstance(env, TaskView) else env
     if not isinstance(env, TaskEnv):

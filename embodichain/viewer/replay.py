@@ -63,10 +63,14 @@ def robot_name(env: TaskEnv) -> str | None:
 
 
 def number_names(env: TaskEnv) -> dict[Key, list[str]]:
-    """Return the names of joints and action components, without the prefix of the scene."""
+    """Return the names of joints and action components, without the prefix of the scene, and of segmentation ids."""
+    cameras = [camera.name for camera in env.cfg.env.observations.cameras if "segmentation" in camera.outputs]
+    ids: dict[Key, list[str]] = {
+        ("observation", "segmentation", name): list(env.segmentation_names) for name in cameras
+    }
     if env.robot is None or not isinstance(manager := env.action_manager, RobotActionManager):
         motors = [env.physics.model.actuator(i).name for i in range(env.physics.model.nu)]
-        return {("action",): motors} if all(motors) else {}
+        return ids | ({("action",): motors} if all(motors) else {})
     joints: list[str] = []
     actions: list[str] = []
     for key, arm in env.robot.arms.items():
@@ -76,7 +80,8 @@ def number_names(env: TaskEnv) -> dict[Key, list[str]]:
         moves = own if manager.action_type != "ee_delta" else ["x", "y", "z", "rx", "ry", "rz"]
         moves = moves[: manager.arms[key].term.dim]
         actions += [prefix + name for name in (*moves, *(["gripper"] if fingers else []))]
-    return {("observation", "robot", "qpos"): joints, ("observation", "robot", "qvel"): joints, ("action",): actions}
+    ids |= {("observation", "robot", name): joints for name in ("qpos", "qvel")}
+    return ids | {("action",): actions}
 
 
 class Recording:

@@ -13,6 +13,8 @@ from PIL import Image
 
 from embodichain.agents.datasets.frames import Episode, FrameLayout, Leaf
 from embodichain.cli.main import main
+from embodichain.envs.gl_backend import choose_backend
+from embodichain.errors import RenderingError
 
 pytest.importorskip("pyarrow", reason="needs the extra 'data'")
 pytest.importorskip("av", reason="needs the extra 'data'")
@@ -220,3 +222,54 @@ def test_what_cannot_be_done_is_one_message(
     err = run(capsys, *[word.format(**places) for word in words], code=2)
     assert re.search(said, err), err
     assert not places["new"].exists()
+
+
+SEEN = ("observation", "segmentation", "front")
+
+
+def segmented(folder: Path, bodies: list[str]) -> Path:
+    """A folder of one episode in which a camera sees ids."""
+    layout = FrameLayout((*LAYOUT.leaves, Leaf(SEEN, torch.int32, (2, 3, 1))))
+    names = {SEEN: bodies, ("observation", "robot", "qpos"): ["lift", "turn"]}
+    episode = an_episode(0)
+    ids = (torch.arange(6, dtype=torch.int32) % len(bodies)).view(1, 2, 3, 1).expand(episode.length, 2, 3, 1)
+    with LeRobotWriter(folder, layout, 10, "none", "arm", names=names) as writer:
+        writer.add(Episode({**episode.frames, SEEN: (ids,)}, episode.length, 1, True, task="lift it"))
+    return folder
+
+
+def test_ids_of_segmentations_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bodies = ["background", "world", "cube"]
+    folder = segmented(tmp_path / "set", bodies)
+    entry = json.loads((folder / "meta" / "info.json").read_text())["features"]["observation.segmentation.front"]
+    assert entry == {"dtype": "int32", "shape": [2, 3, 1], "names": None, "info": {"segmentation.names": bodies}}
+    assert LeRobotReader(folder).names[SEEN] == bodies
+    assert LeRobotReader(folder).names["observation", "robot", "qpos"] == ["lift", "turn"]
+    assert "ids of observation.segmentation.front: 0 background, 1 world, 2 cube" in run(capsys, "info", folder)
+    run(capsys, "merge", folder, folder, "--out", tmp_path / "twice")
+    assert LeRobotReader(tmp_path / "twice").names[SEEN] == bodies
+    other = segmented(tmp_path / "other", ["background", "world", "drawer"])
+    told = run(capsys, "merge", folder, other, "--out", tmp_path / "both", code=2)
+    assert "the ids of observation.segmentation.front are of other bodies" in told
+
+
+@pytest.fixture
+def needs_gl() -> None:
+    try:
+        choose_backend()
+    except RenderingError as error:
+        pytest.skip(str(error))
+
+
+def test_recordings_name_what_cameras_see(tmp_path: Path, needs_gl: None) -> None:
+    camera = {"name": "top", "height": 8, "width": 12, "outputs": ["rgb", "segmentation"]}
+    config = tmp_path / "reach.json"
+    config.write_text(json.dumps({"id": "PushCubeRL", "env": {"observations": {"cameras": [camera]}}}))
+    small = ["--gym_config.num_envs", "1", "--gym_config.max_episode_steps", "3"]
+    words = [*small, "--episodes", "1", "--action_config.only_success", "false"]
+    assert main(["record", str(config), "--out", str(tmp_path / "set"), *words]) == 0
+    reader = LeRobotReader(tmp_path / "set")
+    names = reader.names["observation", "segmentation", "top"]
+    assert names[:2] == ["background", "world"]
+    assert "cube" in names
+    assert int(torch.cat(reader.read(0).frames["observation", "segmentation", "top"]).max()) < len(names)

@@ -81,6 +81,19 @@ def test_every_shipped_task_opens_in_lerobot(opened: dict[Path, Any]) -> None:
                 assert len(feature or []) == (expected[0] if expected else 0), (folder, name)
 
 
+def test_names_of_segmentation_ids_are_no_trouble_in_lerobot(tmp_path: Path) -> None:
+    camera = {"name": "top", "height": 32, "width": 48, "outputs": ["rgb", "segmentation"]}
+    config = tmp_path / "push.json"
+    config.write_text(json.dumps({"id": "PushCubeRL", "env": {"observations": {"cameras": [camera]}}}))
+    folder = recorded(str(config), tmp_path / "set", "--action_config.only_success", "false")
+    key = "observation.segmentation.top"
+    row = json.loads(lerobot("open", folder).splitlines()[-1])[str(folder)]["rows"]["0"]
+    reader = LeRobotReader(folder)
+    assert row[key]["shape"] == [32, 48, 1]
+    assert row[key]["sum"] == float(torch.cat(reader.read(0).frames[tuple(key.split("."))])[0].sum())
+    assert "cube" in reader.names["observation", "segmentation", "top"]
+
+
 def test_instructions_are_lerobots_tasks(opened: dict[Path, Any]) -> None:
     found = {folder.name: seen["tasks"] for folder, seen in opened.items()}
     assert any(words.startswith("push the cube to the ") for words in found["PushCubeLanguageRL"])

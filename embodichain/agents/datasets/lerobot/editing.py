@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from embodichain.agents.datasets.frames import Episode, FrameLayout
-from embodichain.agents.datasets.lerobot.format import BOOKKEEPING, DONE, SCENE_PATH, read_own
+from embodichain.agents.datasets.lerobot.format import BOOKKEEPING, DONE, SCENE_PATH, is_segmentation, read_own
 from embodichain.agents.datasets.lerobot.reader import LeRobotReader
 from embodichain.agents.datasets.lerobot.statistics import FeatureStatistics
 from embodichain.agents.datasets.lerobot.writer import LeRobotWriter
@@ -65,6 +65,10 @@ def open_folders(folders: Sequence[Path]) -> list[LeRobotReader]:
         problems += [f"{where} {name} is there" for name in theirs if name not in mine]
         both = [name for name in mine if name in theirs and mine[name] != theirs[name]]
         problems += [f"{where} {name} is {theirs[name]}, not {mine[name]}" for name in both]
+        for feature in first.features:  # ids of a segmentation mean bodies of one scene
+            named = [reader.names.get(feature.leaf.key) for reader in (first, other)]
+            if is_segmentation(feature.leaf.key) and named[0] != named[1]:
+                problems.append(f"{where} the ids of {feature.name} are of other bodies")
     if problems:
         raise DatasetError("the folders cannot be merged:\n" + "\n".join(f"  - {problem}" for problem in problems))
     return readers

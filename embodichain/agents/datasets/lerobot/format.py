@@ -45,6 +45,8 @@ _DTYPES = {
 }
 """Supported dtypes."""
 _CHANNELS = 3
+ID_NAMES = "segmentation.names"
+"""Key of the names of a segmentation's ids in the ``info`` of its feature, which LeRobot keeps but does not read."""
 _AXES = {r"(.*_)?quat": "wxyz", r"(.*_)?(pos|vel|linvel|angvel|offset|axis)": "xyz"}
 """Names of the elements of vectors, by pattern of the key."""
 
@@ -87,9 +89,14 @@ class Feature:
         return np.moveaxis(frames, 1, -1) if self.channels_first else frames
 
     def describe(self, fps: float, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the entry of this feature in ``info.json``; ``names`` are used if there is one per element."""
+        """Return the entry of this feature in ``info.json``.
+
+        ``names`` of a vector are used if there is one per element; those of a segmentation are of its ids.
+        """
         if not self.is_camera:
             dtype, shape = str(self.leaf.dtype).removeprefix("torch."), list(self.leaf.shape) or [1]
+            if names is not None and is_segmentation(self.leaf.key):
+                return {"dtype": dtype, "shape": shape, "names": None, "info": {ID_NAMES: list(names)}}
             known = list(names) if names is not None and shape == [len(names)] else default_names(self.leaf)
             return {"dtype": dtype, "shape": shape, "names": known}
         height, width = self.size
@@ -104,6 +111,11 @@ class Feature:
             "has_audio": False,
         }
         return {"dtype": "video", "shape": [height, width, 3], "names": ["height", "width", "channels"], "info": video}
+
+
+def is_segmentation(key: Key) -> bool:
+    """Return whether an array has the ids that a camera sees."""
+    return key[:2] == ("observation", "segmentation")
 
 
 def default_names(leaf: Leaf) -> list[str] | None:
@@ -152,7 +164,13 @@ class FeatureEntry(BaseModel):
     shape: Annotated[list[_Size], Field(max_length=8)]
     names: Any = None
     info: dict[str, Any] | None = None
-    """Encoding of a camera's videos."""
+    """Encoding of a camera's videos, or the names of the ids of a segmentation."""
+
+    @property
+    def id_names(self) -> list[str] | None:
+        """Names of the ids of a segmentation, by id; None if there are none."""
+        names = (self.info or {}).get(ID_NAMES)
+        return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
     @property
     def vector_names(self) -> list[str] | None:

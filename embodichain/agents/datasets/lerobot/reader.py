@@ -93,9 +93,10 @@ class LeRobotReader:
 
     @property
     def names(self) -> dict[Key, list[str]]:
-        """Names of the elements of vectors, if the folder has them."""
+        """Names of the elements of vectors, and of the ids of segmentations, if the folder has them."""
         entries = {feature.leaf.key: self.info.features.get(feature.name) for feature in self._features}
-        return {key: entry.vector_names for key, entry in entries.items() if entry and entry.vector_names}
+        found = {key: entry.vector_names or entry.id_names for key, entry in entries.items() if entry is not None}
+        return {key: names for key, names in found.items() if names}
 
     @property
     def tells_tasks(self) -> bool:

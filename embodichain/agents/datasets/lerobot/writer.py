@@ -94,7 +94,8 @@ class LeRobotWriter:
         features: Sequence[Feature] | None = None,
         encodings: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """``task`` is the task of episodes without one; ``names`` has the names of the elements of vectors.
+        """``task`` is the task of episodes without one; ``names`` has the names of the elements of vectors, and of
+        the ids of segmentations.
 
         ``features`` gives arrays the names of a folder of another program; no ``embodichain.json`` is written then.
         ``encodings`` describes the videos of cameras that are copied, by name.
