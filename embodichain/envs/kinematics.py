@@ -19,6 +19,7 @@ Links: TypeAlias = tuple[Tensor, ...]
 For a sliding joint, the second is the factor of the position and the third is zero.
 """
 _ROTATION_WEIGHT = 0.1  # metres per radian; arms with fewer than six joints give up orientation first
+_NULL_DAMPING = 0.01  # damping of the null space, where float32 allows no less
 _REST_GAIN = 0.1  # fraction of the way to the rest posture per step, for redundant arms
 
 
@@ -123,13 +124,15 @@ class SerialChain:
         jacobian = self.jacobian(qpos)
         if self._weights is not None:
             jacobian, twist = jacobian * self._weights.unsqueeze(-1), twist * self._weights
-        spare = None
-        if self._rest is not None:  # dq = z + J^# (twist - J z), z towards the rest posture
-            spare = _REST_GAIN * (self._rest - qpos)
-            twist = twist - torch.bmm(jacobian, spare.unsqueeze(-1)).squeeze(-1)
-        gram = torch.bmm(jacobian, jacobian.transpose(1, 2)) + damping**2 * torch.eye(6, device=qpos.device)
-        step = torch.bmm(jacobian.transpose(1, 2), solve_spd(gram, twist).unsqueeze(-1)).squeeze(-1)
-        return step if spare is None else step + spare
+        gram = torch.bmm(jacobian, jacobian.transpose(1, 2))
+        one = torch.eye(6, device=qpos.device)
+        step = _times(jacobian.transpose(1, 2), solve_spd(gram + damping**2 * one, twist))
+        if self._rest is None:
+            return step
+        # dq += (I - J^# J) z, z towards the rest posture. With the damping of the twist, z would hold the tool off.
+        spare = _REST_GAIN * (self._rest - qpos)
+        moved = solve_spd(gram + _NULL_DAMPING**2 * one, _times(jacobian, spare))
+        return step + spare - _times(jacobian.transpose(1, 2), moved)
 
     def _transforms(self, links: Links, qpos: Tensor) -> tuple[Tensor, ...]:
         """Return the transform ``[n, 4, 4]`` of every link, for joint positions ``[n, num_joints]``."""
@@ -149,6 +152,11 @@ class SerialChain:
         for link in others:
             frames.append(torch.bmm(frames[-1], link))
         return frames
+
+
+def _times(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Multiply matrices ``[n, k, m]`` with vectors ``[n, m]``."""
+    return torch.bmm(matrix, vector.unsqueeze(-1)).squeeze(-1)
 
 
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Environments by name: ``make`` builds the ``VecEnv`` of an id or a config, a task of this package or of Gymnasium."""
 
 import contextlib
+import inspect
 import logging
 import os
 import pkgutil
@@ -285,7 +286,9 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
     except TypeError as error:
         refused = [name for name in cfg.kwargs if f"argument '{name}'" in str(error)]
         if refused:
-            raise ConfigError(f"kwargs.{refused[0]}: {cfg.id} takes no such argument ({error})") from error
+            known = _arguments(cfg.id, trusted_modules)
+            hint = nearest(refused[0], known) if known else f" ({error})"
+            raise ConfigError(f"kwargs.{refused[0]}: {cfg.id} takes no such argument.{hint}") from error
         raise
 
 
@@ -296,6 +299,18 @@ def _given_of_env(cfg: GymCfg, default: EnvCfg) -> list[str]:
     """
     names = (name for name in EnvCfg.__dataclass_fields__ if name != "curricula")
     return [name for name in names if getattr(cfg.env, name) != getattr(default, name)]
+
+
+def _arguments(name: str, trusted_modules: Collection[str]) -> list[str]:
+    """Return the names of the arguments that the constructor of a Gymnasium environment takes."""
+    spec = resolve_spec(name, trusted_modules)
+    entry_point = spec.entry_point
+    maker = pkgutil.resolve_name(entry_point) if isinstance(entry_point, str) else entry_point
+    if maker is None:
+        return []
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = inspect.signature(maker).parameters.values()
+    return sorted({parameter.name for parameter in found if parameter.kind in plain} | spec.kwargs.keys())
 
 
 def make_to_watch(

@@ -35,6 +35,8 @@ class InsertPeg(FixtureTask):
         super().__init__(cfg, physics, robot)
         self.depth = 0.75 * self.hole.depth  # required insertion depth, in metres
         self._pose = int(physics.model.joint("peg").qposadr[0])
+        down = next(iter(robot.arms.values())).down
+        self._points = -down[2].view(1, 1, 3)  # where the tool points, in its own frame
         self._tip = torch.tensor([[0.0, 0.0, -0.5 * self.peg.length]], device=physics.device)
 
     @staticmethod
@@ -50,7 +52,7 @@ class InsertPeg(FixtureTask):
         """Place the peg between the fingers, aligned with the tool."""
         start = super().sample_start(env_ids, streams)
         tool = self._arm.at(start.qpos[:, self.robot.qpos].to(torch.float32))
-        up = -tool.rotation[:, :, 1]  # the tool points along its y axis
+        up = -(tool.rotation * self._points).sum(dim=2)
         below = _BELOW + _SPREAD * streams.uniform(env_ids, 1, -1.0, 1.0).to(torch.float32)
         # The shortest rotation from the vertical to ``up``: (1 + z . up, z x up), normalised.
         quat = torch.stack((1.0 + up[:, 2], -up[:, 1], up[:, 0], torch.zeros_like(up[:, 0])), dim=1)
