@@ -24,7 +24,7 @@ from torch import Tensor
 
 from embodichain.envs.actions import RobotActionManager, chain_of
 from embodichain.envs.kinematics import SerialChain, dot, length, rotation_error
-from embodichain.envs.robots import Robot
+from embodichain.envs.robots import Arm, Robot
 from embodichain.envs.vec_env import SEGMENTS
 from embodichain.errors import ConfigError, nearest
 
@@ -34,6 +34,7 @@ Direction: TypeAlias = Sequence[float] | Tensor
 OPEN, CLOSED = 1.0, -1.0
 UP, DOWN, FORWARD, BACKWARD = (0.0, 0.0, 1.0), (0.0, 0.0, -1.0), (1.0, 0.0, 0.0), (-1.0, 0.0, 0.0)
 _GAIN = 2.0  # servos reach only part of a displacement within one step
+_GIVE = 0.02  # radians; servos whose force ends at a smaller displacement brake late, and get half of the gain
 _MAX_TURN = 0.15  # maximum rotation per step, in radians
 _CLEARANCE = 0.1  # distance from which a tool approaches an object, in metres
 
@@ -70,6 +71,8 @@ class Tool:
     """Initial orientation of the tool, ``[1, 3, 3]``, which stages keep by default."""
     arm: str | None = None
     """Name of the arm that carries it, if there are several."""
+    gain: float = _GAIN
+    """Factor on displacements: servos reach only part of them within one step."""
 
     def stage(
         self,
@@ -100,7 +103,7 @@ class Tool:
         way = stage.pos - self.pos
         by = way * (stage.speed / length(way).unsqueeze(1).clamp_min(1e-9)).clamp_max(1.0)
         turn = rotation_error(stage.rotation, self.rotation).clamp(-_MAX_TURN, _MAX_TURN)
-        return torch.cat((_GAIN * by, turn), dim=1)
+        return torch.cat((self.gain * by, turn), dim=1)
 
 
 class ToolArm:
@@ -109,6 +112,7 @@ class ToolArm:
     def __init__(self, robot: Robot, wanted_by: str = "an expert", arm: str | None = None) -> None:
         self._chain, self._name = chain_of(robot if arm is None else robot.arms[arm], wanted_by), arm
         own = next(iter(robot.arms.values())) if arm is None else robot.arms[arm]
+        self._gain = gain_of(own)
         first = own.columns.start
         self._joints = slice(first, first + own.num_joints)
         self._home = self._chain.pose(own.init_qpos[: own.num_joints].to(torch.float32).unsqueeze(0))[1]
@@ -120,7 +124,12 @@ class ToolArm:
     def at(self, qpos: Tensor) -> Tool:
         """Return the tool at joint positions of the robot ``[n, dofs]``."""
         pos, rotation = self._chain.pose(qpos[:, self._joints])
-        return Tool(self._chain, qpos, pos, rotation, self._home, self._name)
+        return Tool(self._chain, qpos, pos, rotation, self._home, self._name, self._gain)
+
+
+def gain_of(arm: Arm) -> float:
+    """Return the factor on the displacements of an arm's tool."""
+    return _GAIN if arm.give > _GIVE else 0.5 * _GAIN
 
 
 def sequence(*stages: Stage) -> Stage:

@@ -204,6 +204,10 @@ class Arm:
         plain = all(scale == (1.0, 0.0) for scale in scales)
         self.control_scale = None if plain else floats(scales).unbind(1)
         """Factors and offsets that turn joint targets into controls; ``None`` if they are equal."""
+        weak = [i for i in servos if i is not None and model.actuator_forcelimited[i]]
+        forces = [model.actuator_forcerange[i, 1] / max(model.actuator_gainprm[i, 0], 1e-9) for i in weak]
+        self.give = float(min(forces, default=np.inf))
+        """Displacement from its target, in radians, at which the first of the servos gives its maximum force."""
         self.site = None if parts.site is None else prefix + parts.site
         self.chain: SerialChain | None = None
         if self.site is not None:
