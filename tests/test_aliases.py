@@ -75,7 +75,8 @@ def test_packages_reach_their_modules_without_importing_each():
 ON_DEMAND = """
 import sys
 import embodichain.envs.task_env
-builds = "construction", "fixtures", "grippers", "model_files", "postures", "rendering", "robot_files", "robot_model", "scenes"
+builds = "construction", "fixtures", "grippers", "model_files", "postures", "rendering", "robot_files", "robot_model"
+builds = *builds, "scenes"
 loaded = [name for name in builds if f"embodichain.envs.{name}" in sys.modules]
 assert not loaded, loaded
 from embodichain.agents.rl.train import build_trainer

@@ -30,13 +30,13 @@ class ListArgs:
 
 @dataclass(frozen=True)
 class CheckArgs:
-    """Analyse a robot's MJCF file, move every joint, and print a config for it.
+    """Analyse a robot's MJCF or URDF file, move every joint, and print a config for it.
 
     The exit code is 1 if a joint does not follow, or the kinematics differ from MuJoCo's.
     """
 
     file: Annotated[str, tyro.conf.Positional]
-    """MJCF file, package://NAME/path in an installed package, or the name of a registered robot."""
+    """MJCF or URDF file, package://NAME/path in an installed package, or the name of a registered robot."""
     joints: tuple[str, ...] | None = None
     """Joints of the arm, from the base to the tool."""
     tool: str | None = None
@@ -157,9 +157,15 @@ def _print_parts(console: Console, report: RobotReport) -> None:
 
     console.print()
     if report.floating is not None:
-        console.print(
-            f"base      free (joint {report.floating!r}): a robot that walks; arm tasks need --fix-base", markup=False
-        )
+        console.print(f"base      free (joint {report.floating!r})", markup=False)
+        if report.unfit:
+            console.print(
+                f"walks     not as it is: {report.unfit}\nAn arm needs --fix-base.", markup=False, soft_wrap=True
+            )
+            return
+        for need in report.needs:
+            console.print(f"[yellow]added[/yellow]     {escape(need)}", soft_wrap=True)
+        _print_config(console, report)
         return
     table = Table.grid(padding=(0, 2))
     for _, spec in describe(report.cfg):
@@ -187,6 +193,11 @@ def _print_parts(console: Console, report: RobotReport) -> None:
     for need in report.needs:
         table.add_row("[yellow]added[/yellow]", escape(need))
     console.print(table)
+    _print_config(console, report)
+
+
+def _print_config(console: Console, report: RobotReport) -> None:
+    """Print a config to start from, and the call that registers it."""
     console.print("\nconfig:", style="bold")
     settings = snippet(report)
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in settings.items())

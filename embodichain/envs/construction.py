@@ -17,6 +17,7 @@ from embodichain.envs.fixtures import COLORS, add_fixture
 from embodichain.envs.model_files import ASSETS, check_finite, find_file, read_spec
 from embodichain.envs.physics import Physics
 from embodichain.envs.postures import base_pose
+from embodichain.envs.randomization import prepare_spec
 from embodichain.envs.rendering import Cameras, looking, mount_cameras
 from embodichain.envs.robot_adaptation import adapted, describe
 from embodichain.envs.robot_files import split_robot
@@ -48,8 +49,12 @@ class SceneBuilder:
     def build_model(task: type[Task], cfg: GymCfg) -> mujoco.MjModel:
         """Compile the scene with the configured robot in it."""
         scene = cfg.env.scene
-        builders = () if scene.empty else (partial(furnish, cfg=scene), partial(add_views, cfg=scene))
-        model = build_model(_scene_path(task), cfg.robot, mounted_cameras(cfg), *builders)
+
+        def finish(spec: mujoco.MjSpec) -> None:
+            add_views(spec, scene)
+            prepare_spec(cfg.env.events, spec)
+
+        model = build_model(_scene_path(task), cfg.robot, mounted_cameras(cfg), partial(furnish, cfg=scene), finish)
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
         return model

@@ -24,6 +24,8 @@ _OBJECTS = {
     "actuators": mujoco.mjtObj.mjOBJ_ACTUATOR,
 }
 FREE = int(mujoco.mjtJoint.mjJNT_FREE)
+_LARGEST = 1e10
+"""MuJoCo's own bound: larger positions, velocities and accelerations count as diverged (``mjMAXVAL``)."""
 
 
 def names_of(model: mujoco.MjModel, kind: str) -> list[str]:
@@ -118,6 +120,12 @@ class FieldTerm(EventTerm):
         self.range, self.operation = values["range"], values["operation"]
         self._distribution, self._shared = values["distribution"], values["shared"]
         check_positive(world, self.range, self._distribution)
+        largest = max(float(end.abs().max()) for end in self.extremes())
+        if largest > _LARGEST:
+            raise ConfigError(
+                f"{world.key}.params.range: expected {field} of at most {_LARGEST:.0e}, beyond which no simulation is "
+                f"accurate, and {list(self.range)} ({self.operation}) gives up to {largest:.3g}"
+            )
         if self.operation == "scale" and not bool((self._nominal != 0).any()):
             raise ConfigError(f"{world.key}.params.operation: nothing to scale, {field} is 0 there; use add or abs")
 
@@ -250,8 +258,16 @@ class Inertia(FieldTerm):
         else:
             ends = torch.stack((low, high))
             worst = ends.sum(dim=-1, keepdim=True) - 2 * ends
-        slack = float((worst / high.amax(dim=-1, keepdim=True)).min())
-        self.require(slack > -1e-9, "no moment of inertia may exceed the sum of the two others")
+        slack = (worst / high.amax(dim=-1, keepdim=True)).reshape(-1, len(found), 3).amin(dim=(0, 2))
+        names = names_of(world.model, "bodies")
+        wrong = [names[index] for index, left in zip(found, slack.tolist(), strict=True) if left <= -1e-9]
+        if wrong:
+            listed = ", ".join(wrong)
+            raise ConfigError(
+                f"{world.key}.params.range: no moment of inertia may exceed the sum of the two others, and "
+                f"{list(self.range)} ({operation}) lets that happen to {listed}; choose a smaller range, or leave "
+                f"these bodies out{', or set per_axis to false' if per_axis else ''}"
+            )
 
     def sample(self, draw: Draw) -> Tensor:
         if self._per_axis:

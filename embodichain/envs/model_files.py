@@ -130,11 +130,12 @@ def _missing(spec: mujoco.MjSpec, file: Path, error: str) -> str:
     found = re.search(r"Error opening file '(.+)'", error)
     if found is None:
         return error.strip().replace("\n", "; ")
-    name = found[1]
-    textures = {given for texture in spec.textures for given in (texture.file, *texture.cubefiles)}
-    kind, folder = ("texturedir", spec.texturedir) if name in textures else ("meshdir", spec.meshdir)
-    place = file.parent / folder / name
+    given = Path(found[1])
+    name = given.relative_to(file.parent) if given.is_relative_to(file.parent) else given
+    textures = {Path(one).name for texture in spec.textures for one in (texture.file, *texture.cubefiles) if one}
+    kind, folder = ("texturedir", spec.texturedir) if name.name in textures else ("meshdir", spec.meshdir)
+    place = file.parent / (name if folder and name.is_relative_to(folder) else Path(folder) / name)
     return (
-        f"it needs the file {name!r}, and there is no {place}. Put the file there, or correct its name or the "
+        f"it needs the file {str(name)!r}, and there is no {place}. Put the file there, or correct its name or the "
         f"{kind} of <compiler>; meshes of robots are often downloaded beside the model"
     )

@@ -219,9 +219,21 @@ def register_event(name: str, fields: Sequence[str] = ()) -> Callable[[_T], _T]:
 
 def spare_rows(events: EventsCfg, model: mujoco.MjModel) -> int:
     """Return the number of constraints that events may add to a model: friction of joints without any."""
+    return int((model.dof_frictionloss == 0).sum()) if _writes(events, "dof_frictionloss") else 0
+
+
+def prepare_spec(events: EventsCfg, spec: mujoco.MjSpec) -> None:
+    """Prepare a model for events that move centres of mass, which MuJoCo takes for centred in simple bodies."""
+    if _writes(events, "body_ipos"):
+        for body in spec.bodies:
+            if body.joints:
+                body.simple = 0
+
+
+def _writes(events: EventsCfg, field: str) -> bool:
+    """Return whether any event of a config writes a field of the model."""
     used = [EVENTS[term.func] for term in events.terms.values() if term is not None and term.func in EVENTS]
-    adds = any("dof_frictionloss" in _fields_of.get(e, getattr(e, "fields", ())) for e in used)
-    return int((model.dof_frictionloss == 0).sum()) if adds else 0
+    return any(field in _fields_of.get(event, getattr(event, "fields", ())) for event in used)
 
 
 def places(cfg: EventTermCfg) -> bool:

@@ -412,7 +412,8 @@ class _Adaptation:
             value = np.zeros(np.shape(self.spec.joint(name).damping))  # a scalar, or a polynomial since MuJoCo 4
             value.flat[0] = critical
             self.spec.joint(name).damping = value
-        for actuator in [self.spec.actuator(model.actuator(i).name) for i in actuators_of(model, joint.id)]:
+        found = [self.spec.actuator(model.actuator(i).name) for i in actuators_of(model, joint.id)]
+        for actuator in [one for one in found if one is not None]:  # a tendon's is gone with the first of its joints
             for sensor in [s for s in self.spec.sensors if s.objname == actuator.name]:
                 self.spec.delete(sensor)
             self.spec.delete(actuator)

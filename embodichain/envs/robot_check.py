@@ -19,6 +19,7 @@ from embodichain.envs.robot_adaptation import describe
 from embodichain.envs.robot_files import ROBOTS, split_robot
 from embodichain.envs.robot_model import (
     HINGE,
+    ROUNDED,
     below,
     find_chains,
     free_base,
@@ -28,13 +29,15 @@ from embodichain.envs.robot_model import (
 )
 from embodichain.envs.robots import Arm, Robot, actuators_of, drive_kind, servo_of
 from embodichain.envs.scene_cfg import CameraCfg
-from embodichain.errors import UnknownNameError, nearest
+from embodichain.errors import ConfigError, UnknownNameError, nearest
 
 TURN = 6.2832
 """Suggested limit of a hinge that has none, in radians."""
 _MOVE, _SLIDE = 0.2, 0.02  # displacements of the test motion, in radians and metres
 _SECONDS = 1.0
 _GOOD = 0.1  # maximum remaining error, as a fraction of the displacement
+_DIVERGED = (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
+_BENT = 0.35  # distance of a suggested posture from the limits, as a fraction of a joint's range
 _POSES = 64  # number of postures in which kinematics are compared
 
 _GROUND = """<mujoco><option timestep="0.004" integrator="implicitfast"/>
@@ -57,6 +60,8 @@ class JointReport:
     start: float
     follows: bool | None = None
     """Whether the joint reached its target; ``None`` if nothing drives it."""
+    outside: bool = False
+    """Whether the model has it outside its limits; ``start`` is inside."""
     note: str = ""
 
 
@@ -66,12 +71,14 @@ class RobotReport:
 
     cfg: RobotCfg
     floating: str | None
-    """Name of the free joint of a robot without a fixed base."""
+    """Name of the free joint of a robot without a fixed base; its config, if there is one, lets it walk."""
     joints: list[JointReport]
     arms: dict[str, Arm]
     needs: list[str]
     """Additions that the config needed."""
     left_out: list[str] = field(default_factory=list)
+    unfit: str = ""
+    """Why a robot with a free base cannot walk as it is."""
     kinematics_error: float = 0.0
     """Maximum difference of the tool's pose to MuJoCo's, in metres and radians."""
     model: mujoco.MjModel | None = None
@@ -84,12 +91,13 @@ class RobotReport:
 
 
 def robot_config(name: str) -> RobotCfg:
-    """Return the config of a registered robot or of an MJCF file."""
+    """Return the config of a registered robot or of a model file."""
     if name in ROBOTS:
         return RobotCfg(uid=name)
-    if not name.endswith((".xml", ".mjcf")):
+    is_path = name.endswith((".xml", ".mjcf", ".urdf")) or "/" in name or Path(name).exists()
+    if not is_path:
         raise UnknownNameError(
-            f"expected the path of an MJCF file or a registered robot, got {name!r}.{nearest(name, ROBOTS)}"
+            f"expected the path of an MJCF or URDF file or a registered robot, got {name!r}.{nearest(name, ROBOTS)}"
         )
     return RobotCfg(uid=Path(name).parent.name or "robot", mjcf=as_written(name))
 
@@ -173,8 +181,7 @@ def check_robot(cfg: RobotCfg, frame: Frame | None = None) -> RobotReport:
     for arm in robot.arms.values():
         joints += _try_arm(model, arm, home, held, frame)
     errors = [_kinematics_error(model, arm, home) for arm in robot.arms.values()]
-    report = RobotReport(cfg, None, joints, robot.arms, needs, [], max(errors), model, home)
-    return report
+    return RobotReport(cfg, None, joints, robot.arms, needs, kinematics_error=max(errors), model=model, home=home)
 
 
 def _rest_controls(model: mujoco.MjModel, robot: Robot, home: np.ndarray) -> np.ndarray:
@@ -206,7 +213,8 @@ def _try_arm(
             changed[arm.actuators[i]] += scale * by
             reached = _simulate(model, home, changed, frame)[joint.qposadr[0]] - start
             report.follows = bool(abs(reached - by) < _GOOD * abs(by) + 1e-3)
-            report.note = "" if report.follows else f"went {reached:+.3f} of {by:+.3f}"
+            went = "the simulation diverges" if np.isnan(reached) else f"went {reached:+.3f} of {by:+.3f}"
+            report.note = "" if report.follows else went
         elif arm.has_motors:
             report.follows = _turns(model, joint.id, arm.actuators[i], float(arm.max_control[i]), home)
         out.append(report)
@@ -227,13 +235,15 @@ def _try_arm(
 
 
 def _simulate(model: mujoco.MjModel, home: np.ndarray, controls: np.ndarray, frame: Frame | None) -> np.ndarray:
-    """Hold controls for a while from the initial posture, and return the final positions."""
+    """Hold controls for a while from the initial posture, and return the final positions; NaN if it diverges."""
     data = mujoco.MjData(model)
     data.qpos[:] = home
     steps = round(_SECONDS / model.opt.timestep)
     for step in range(steps):
         data.ctrl[:] = controls
         mujoco.mj_step(model, data)
+        if any(data.warning[int(kind)].number for kind in _DIVERGED):
+            return np.full_like(data.qpos, np.nan)
         if frame is not None and step % 10 == 0:
             frame(model, data)
     return data.qpos.copy()
@@ -272,25 +282,33 @@ def _kinematics_error(model: mujoco.MjModel, arm: Arm, home: np.ndarray) -> floa
 
 
 def _floating_model(cfg: RobotCfg) -> mujoco.MjModel | None:
-    """Return the model of a robot with a free base, or ``None``."""
+    """Return the model of a robot with a free base, in the light, or ``None``."""
     if cfg.fix_base or cfg.arms:
         return None
-    part = split_robot(cfg)[0]
-    file = find_file(str(part.cfg.mjcf))
-    model = compile_spec(read_spec(file), file)
-    return model if free_base(model) is not None else None
+    file = find_file(str(split_robot(cfg)[0].cfg.mjcf))
+    spec = read_spec(file)
+    if free_base(compile_spec(spec, file)) is None:
+        return None
+    scene = mujoco.MjSpec.from_string(_GROUND)
+    spec.visual.headlight = scene.visual.headlight
+    if not any(texture.type == mujoco.mjtTexture.mjTEXTURE_SKYBOX for texture in spec.textures):
+        light, dark = scene.textures[0].rgb1, scene.textures[0].rgb2
+        sky = {"type": mujoco.mjtTexture.mjTEXTURE_SKYBOX, "builtin": mujoco.mjtBuiltin.mjBUILTIN_GRADIENT}
+        spec.add_texture(name="check/sky", **sky, rgb1=light, rgb2=dark, width=8, height=48)
+    if not spec.worldbody.lights:
+        spec.worldbody.add_light(pos=[1, -2, 3], dir=[-0.3, 0.6, -1], diffuse=[0.5] * 3)
+    return compile_spec(spec, file)
 
 
 def _check_floating(cfg: RobotCfg, model: mujoco.MjModel, frame: Frame | None) -> RobotReport:
-    """List the joints of a robot with a free base, and move each while the base is fixed."""
+    """List the joints of a robot with a free base, move each while the base is fixed, and suggest how it walks."""
     base = next(j for j in range(model.njnt) if model.joint(j).name == free_base(model))
-    home = model.key_qpos[0].copy() if model.nkey else model.qpos0.copy()
+    named = [j for j in range(model.njnt) if moves(model, j)]
+    own, home = _own_posture(model), _standing(model, cfg, named, base)
     model.opt.gravity[:] = 0.0
     model.opt.disableflags = int(model.opt.disableflags) | int(mujoco.mjtDisableBit.mjDSBL_CONTACT)
     joints = []
-    for j in range(model.njnt):
-        if not moves(model, j):
-            continue
+    for j in named:
         drives, address = actuators_of(model, j), int(model.jnt_qposadr[j])
         direct = [i for i in drives if int(model.actuator_trntype[i]) == int(mujoco.mjtTrn.mjTRN_JOINT)]
         limited = bool(model.jnt_limited[j])
@@ -303,8 +321,80 @@ def _check_floating(cfg: RobotCfg, model: mujoco.MjModel, frame: Frame | None) -
         elif direct:
             by = _MOVE if high - home[address] > home[address] - low else -_MOVE
             report.follows = _follows_free(model, base, j, direct[0], home, by, kind, frame)
+        if not low - ROUNDED <= own[address] <= high + ROUNDED:
+            report.outside = True
+            report.note = f"{report.note} outside in the model ({own[address]:.3g})".strip()
         joints.append(report)
-    return RobotReport(cfg, model.joint(base).name or "(without a name)", joints, {}, [], [], 0.0, model, home)
+    walking, needs, unfit = _suggest_walking(cfg, joints)
+    root = model.joint(base).name or "(without a name)"
+    return RobotReport(walking, root, joints, {}, needs, unfit=unfit, model=model, home=home)
+
+
+def _own_posture(model: mujoco.MjModel) -> np.ndarray:
+    """Return the keyframe ``home``, the first one, or the model's default positions."""
+    keys = [model.key(i).name for i in range(model.nkey)]
+    return model.key_qpos[keys.index("home") if "home" in keys else 0].copy() if keys else model.qpos0.copy()
+
+
+def _standing(model: mujoco.MjModel, cfg: RobotCfg, joints: list[int], base: int) -> np.ndarray:
+    """Return the model's posture, with joints outside their limits inside, and the feet below where they were."""
+    home = _own_posture(model)
+    if cfg.init_qpos and len(cfg.init_qpos) == len(joints):
+        home[model.jnt_qposadr[joints]] = cfg.init_qpos
+        return home
+    at: np.ndarray = model.jnt_qposadr[joints]
+    low, high = model.jnt_range[joints, 0].copy(), model.jnt_range[joints, 1].copy()
+    free = ~model.jnt_limited[joints].astype(bool)
+    low[free], high[free] = -np.inf, np.inf
+    outside = (home[at] < low - ROUNDED) | (home[at] > high + ROUNDED)
+    if not outside.any():
+        return home
+    data, dofs = mujoco.MjData(model), model.jnt_dofadr[joints]
+    moved = {int(model.jnt_bodyid[j]) for j in joints}
+    ends = [b for b in moved if not any(other in moved for other in below(model, b) if other != b)]
+    feet = [max(below(model, end)) for end in ends]
+
+    def tips() -> np.ndarray:
+        mujoco.mj_forward(model, data)
+        return data.xipos[feet].copy()
+
+    data.qpos[:] = home
+    wanted = tips()[:, :2]
+    margin = np.where(free, 0.0, _BENT * (model.jnt_range[joints, 1] - model.jnt_range[joints, 0]))
+    data.qpos[at[outside]] = np.clip(home[at], low + margin, high - margin)[outside]
+    jacobian = np.zeros((3, model.nv))
+    for _ in range(20):
+        error = (wanted - tips()[:, :2]).ravel()
+        rows = []
+        for foot in feet:
+            mujoco.mj_jacBodyCom(model, data, jacobian, None, foot)
+            rows.append(np.where(outside, 0.0, jacobian[:2][:, dofs]))
+        j = np.concatenate(rows)
+        step = j.T @ np.linalg.solve(j @ j.T + 1e-4 * np.eye(len(error)), error)
+        data.qpos[at] = np.where(outside, data.qpos[at], np.clip(data.qpos[at] + step, low, high))
+    tips()
+    home[at] = data.qpos[at]
+    return home
+
+
+def _suggest_walking(cfg: RobotCfg, joints: list[JointReport]) -> tuple[RobotCfg, list[str], str]:
+    """Return the config with which a robot walks, what was added to it, and why it cannot if it cannot."""
+    needs = ["walks: a robot with legs and a free base, for tasks that walk; arm tasks need --fix-base"]
+    used = [j for j in joints if j.name in cfg.joints or (not cfg.joints and np.isfinite([j.lower, j.upper]).all())]
+    servos = cfg.servos
+    torque = sorted({j.drive for j in used if j.drive not in ("servo", "none")})
+    if torque and servos is None:
+        servos = True
+        needs.append(f"driven by {' and '.join(torque)}: servos take their place, for all actions but effort")
+    start = [round(j.start, 4) + 0.0 for j in used]
+    if any(j.outside for j in used):
+        needs.append("init_qpos: the model has joints outside their limits")
+    walking = cfg.replace(walks=True, servos=servos, init_qpos=start)
+    try:
+        describe(walking)
+    except ConfigError as error:
+        return cfg, [], "; ".join(error.problems)
+    return walking, needs, ""
 
 
 def _follows_free(
@@ -340,7 +430,8 @@ def overview(model: mujoco.MjModel, home: np.ndarray) -> CameraCfg:
     data = mujoco.MjData(model)
     data.qpos[:] = home
     mujoco.mj_forward(model, data)
-    points = data.xpos[1:] if model.nbody > 1 else data.xpos
+    points = np.concatenate((data.xpos[1:], data.geom_xpos[model.geom_bodyid > 0]))
+    points = points if len(points) else data.xpos
     middle = 0.5 * (points.min(axis=0) + points.max(axis=0))
     size = max(0.5, float(np.linalg.norm(points.max(axis=0) - points.min(axis=0))))
     eye = middle + size * np.array([1.1, -1.3, 0.7])

@@ -24,7 +24,7 @@ FREE, _BALL = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)
 _TOOL_WORDS = ("tcp", "tool", "pinch", "grasp", "grip", "eef", "end_effector", "ee", "attachment", "flange", "wrist")
 _SHORTEST_ARM = 3  # minimum number of joints of a branch to count as an arm, not as a finger
 ADDED_SITE = "tool_frame"
-_ROUNDED = 1e-3  # tolerance of postures beyond a limit, as files round both
+ROUNDED = 1e-3  # tolerance of postures beyond a limit, as files round both
 
 
 def names(model: mujoco.MjModel, kind: str) -> list[str]:
@@ -304,7 +304,7 @@ def check_start(key: str, joints: Sequence[str], at: Sequence[float], bounds: Se
     outside = [
         f"{name} at {value:.4g}, outside its limits [{low:.4g}, {high:.4g}]"
         for name, value, (low, high) in zip(joints, at, bounds, strict=True)
-        if not low - _ROUNDED <= value <= high + _ROUNDED
+        if not low - ROUNDED <= value <= high + ROUNDED
     ]
     if outside:
         raise ConfigError(f"{key} has {_listed(outside)}; give positions within them, in radians or metres")

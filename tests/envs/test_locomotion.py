@@ -219,7 +219,11 @@ def test_what_cannot_walk_is_told(tmp_path):
     fixed, free = foreign_quadruped(tmp_path, base=""), {"walks": True, "servos": True, "init_qpos": []}
     with pytest.raises(ConfigError, match=r"robot\.walks: expected a robot with a free base, and dog\.xml has none"):
         make("QuadrupedVelocityRL", robot={"mjcf": fixed, **free})
+    with pytest.raises(ConfigError, match=r"robot\.mjcf: QuadrupedVelocityRL needs .* '.*dog\.xml' is fixed"):
+        make("QuadrupedVelocityRL", robot={"mjcf": foreign_quadruped(tmp_path, base=""), "joints": ["hip1", "knee1"]})
     file = foreign_quadruped(tmp_path)
+    with pytest.raises(ConfigError, match=r"base of this robot is free .* Set robot\.walks to true"):
+        make("QuadrupedVelocityRL", robot={"mjcf": file})
     with pytest.raises(ConfigError, match=r"robot\.joints: no joint 'hip9'\. Did you mean 'hip"):
         make("QuadrupedVelocityRL", robot={"mjcf": file, "joints": ["hip9"], **free})
     with pytest.raises(ConfigError, match=r"robot\.init_qpos: expected 8 joints"):

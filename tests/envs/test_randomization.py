@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodichain.envs import event_terms, motion_events
+from embodichain.envs import event_terms, motion_events, registration
 from embodichain.envs.curricula import Range
 from embodichain.envs.randomization import EVENTS, register_event
 from embodichain.envs.registration import make_to_watch
@@ -698,7 +698,12 @@ def test_gymnasiums_suite_takes_events_for_its_own_bodies():
         ("friction", {"range": [1, 1], "kind": "slidng"}, "kind: expected 'sliding'.*Did you mean 'sliding'"),
         ("inertia", {"range": [0.5, 2.0], "per_axis": True}, "range: no moment of inertia may exceed the sum"),
         ("inertia", {"range": [-1.0, 1.0], "operation": "add"}, "range: moments of inertia must be positive"),
-        ("center_of_mass", {"bodies": "cube", "x": [0, 0.1]}, "bodies: cube are simple bodies"),
+        ("mass", {"range": [1.0, 1e30]}, r"range: expected body_mass of at most 1e\+10.*gives up to"),
+        (
+            "inertia",
+            {"bodies": "(base|cube)", "range": [0.1, 1.9], "per_axis": True},
+            "range: .*lets that .* cube",
+        ),
         ("joint_damping", {"range": [-1.0, 1.0], "operation": "abs"}, "range: dof_damping must not be negative"),
         ("joint_damping", {"range": [1, 2], "joints": "cube"}, "joints: 'cube': expected joints that are not free"),
         ("joint_friction", {"range": [0.5, 2.0]}, "operation: nothing to scale, dof_frictionloss is 0 there"),
@@ -718,6 +723,22 @@ def test_a_range_that_cannot_be_is_one_error(func, params, message):
     with pytest.raises(ConfigError, match=rf"env\.events\.x\.params\.{message}") as caught:
         with_events(1, x={"func": func, "params": params})
     assert len(caught.value.problems) == 1
+
+
+def test_objects_of_the_scene_take_another_centre_of_mass():
+    """A ball whose mass is off its middle rolls; one whose mass is in its middle stays."""
+    ball = {"shape": "sphere", "size": [0.03], "pose": {"x": [0.5, 0.5]}}
+    tilts = []
+    for x in (0.0, 0.015):
+        events = {"load": {"func": "center_of_mass", "params": {"bodies": "ball", "x": [x, x]}}}
+        env_cfg = {"scene": {"objects": {"ball": ball}}, "events": events}
+        with registration.make("ReachRL", num_envs=1, seed=0, env=env_cfg) as env:
+            env.reset()
+            for _ in range(10):
+                env.step(torch.zeros(1, *env.action_space.shape))
+            tilts.append(1.0 - float(env.task.read()["ball_quat"][0, 0].abs()))
+    assert tilts[0] < 1e-6
+    assert tilts[1] > 1e-3
 
 
 def test_what_has_no_free_joint_and_what_has_no_robot_is_told():

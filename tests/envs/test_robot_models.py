@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import imageio.v3 as iio
 import mujoco
 import numpy as np
 import pytest
@@ -179,10 +180,28 @@ def test_experts_of_our_tasks_work_with_them(name, task, change):
             assert image.float().std() > 20.0
 
 
-def test_a_quadruped_is_recognised_and_no_arm(capsys):
+def test_a_quadruped_is_recognised_and_no_arm(capsys, tmp_path):
+    """The printed config stands, from a posture within the limits, and all of it is seen."""
     spot = f"{ASSETS}/robots/spot/robot.xml"
-    assert main(["robots", "check", spot]) == 0
-    assert "a robot that walks" in capsys.readouterr().out
+    assert main(["robots", "check", spot, "--image", str(tmp_path / "spot.png")]) == 0
+    said = capsys.readouterr().out
+    assert "walks: a robot with legs" in said
+    assert "register_robot(" in said
+    assert iio.imread(tmp_path / "spot.png")[:50].mean() > 100.0  # the sky
+    config = json.JSONDecoder().raw_decode(said[said.index('"robot": {') + len('"robot": ') :])[0]
+    with make({"id": "QuadrupedVelocityRL", "num_envs": 2, "seed": 0, "robot": config}) as env:
+        assert torch.all((env.robot.init_qpos > env.robot.lower) & (env.robot.init_qpos < env.robot.upper))
+        env.reset()
+        for _ in range(100):
+            _, _, terminated, _, _ = env.step(torch.zeros(2, 12))
+            assert not terminated.any()
+        model, data = env.physics.model, mujoco.MjData(env.physics.model)
+        data.qpos[:] = env.physics.qpos[0].numpy()
+        mujoco.mj_forward(model, data)
+        camera = model.camera(env.task.camera).id
+        seen = (data.geom_xpos[model.geom_bodyid > 0] - data.cam_xpos[camera]) @ data.cam_xmat[camera].reshape(3, 3)
+        angle = np.degrees(np.arctan2(np.abs(seen[:, :2]).max(axis=1), -seen[:, 2]))
+        assert 8.0 < angle.max() < 0.5 * model.cam_fovy[camera]
     with pytest.raises(ConfigError, match="base of this robot is free"):
         make({"id": "ReachRL", "robot": {"mjcf": spot}})
     with pytest.raises(ConfigError, match="2 chains of joints"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import mujoco
 import numpy as np
@@ -251,6 +252,7 @@ for _old in ("base", "hand", "grip", "f1", "f2", *(f"{kind}{i}" for kind in "lj"
         ({}, {"limits": {"j9": [0.0, 1.0]}}, ConfigError, r"limits\.j9: the model has no such joint"),
         ({}, {"flange": "hand", "tool": "spoon"}, UnknownNameError, "unknown tool 'spoon'"),
         ({"world": SECOND}, {}, ConfigError, r"has 2 chains of joints .*robot\.arms"),
+        ({}, {"flange": "nope", "tool": "pusher"}, ConfigError, r"robot\.flange: no site or body is called 'nope'"),
         (
             {},
             {"arms": {"a": {"pos": [0, 0, 0]}, "b": {"tool_site": "grip"}}},
@@ -272,12 +274,56 @@ def test_files_that_cannot_be_read(save, tmp_path):
         built(mjcf="package://nobody_has_it/arm.xml")
     path = save(arm())
     (tmp_path / "meshes" / "tetra.obj").unlink()
-    with pytest.raises(AssetError, match=r"tetra\.obj"):
+    place = str(tmp_path / "meshes" / "tetra.obj")
+    with pytest.raises(AssetError, match=rf"needs the file 'tetra\.obj', and there is no {re.escape(place)}\. Put"):
         built(mjcf=path)
-    with pytest.raises(AssetError, match="no valid MJCF"):
-        built(mjcf=save("<mujoco><worldbody>"))
+    with pytest.raises(AssetError, match=r"no valid MJCF model: it is no XML \(.*line 2"):
+        built(mjcf=save("<mujoco>\n<worldbody>"))
     with pytest.raises(ConfigError, match="no joints that could be an arm's"):
         built(mjcf=save("<mujoco><worldbody><body><geom size='1'/></body></worldbody></mujoco>"))
+    finger = "<body><joint/><geom size='.1'/><body pos='0 0 1'><joint/><geom size='.1'/></body></body>"
+    with pytest.raises(ConfigError, match=r"2 chains of joints .* Name one by robot\.joints"):
+        built(mjcf=save(f"<mujoco><worldbody>{finger}{finger}</worldbody></mujoco>"))
+    (tmp_path / "meshes" / "tetra.obj").write_text(TETRA)
+    path = save(arm(fingers="", drives="", more="").replace('axis="0 1 0" range="-160 160"', 'type="ball"'))
+    with pytest.raises(ConfigError, match=r"ball joints are not supported: joint 'j1', 'j3', 'j5'"):
+        built(mjcf=path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('damping="1"', 'damping="nan"', "damping of the joint 'j0' is nan"),
+        ('kp="800"', 'kp="inf"', "of (the )?actuator .* is -?inf"),
+        ('name="grip" pos="0 0 0.08"', 'name="grip" pos="0 nan 0.08"', "pos of the site 'grip' is nan"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_one_message(save, tmp_path, monkeypatch, capfd, old, new, said):
+    """Checked and built alike, and MuJoCo writes no file and no warning."""
+    (tmp_path / "meshes" / "tetra.obj").write_text(TETRA)
+    path = save(arm(drives=SERVOS, more="").replace(old, new))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssetError, match=rf"mine\.xml: .*{said}; expected finite numbers"):
+        make({"id": "ReachRL", "robot": {"mjcf": path}})
+    assert main(["robots", "check", path]) == 2
+    out, err = capfd.readouterr()
+    assert re.search(said, err.replace("\n", " "))
+    assert "WARNING" not in out + err
+    assert not (tmp_path / "MUJOCO_LOG.TXT").exists()
+
+
+def test_robots_check_takes_urdf_and_tells_folders(tmp_path, capsys):
+    body = '<inertial><mass value="1"/><inertia ixx="1" iyy="1" izz="1" ixy="0" ixz="0" iyz="0"/></inertial>'
+    joint = (
+        '<parent link="a"/><child link="b"/><axis xyz="0 0 1"/><limit lower="-1" upper="1" effort="9" velocity="1"/>'
+    )
+    links = "".join(f'<link name="{name}">{body}</link>' for name in "ab")
+    path = tmp_path / "mine.urdf"
+    path.write_text(f'<robot name="r">{links}<joint name="j" type="revolute">{joint}</joint></robot>')
+    assert main(["robots", "check", str(path)]) == 0
+    assert "1 joints to b" in capsys.readouterr().out
+    assert main(["robots", "check", str(tmp_path)]) == 2
+    assert "is a folder; expected a file" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_free_base_can_be_bolted_down(save):

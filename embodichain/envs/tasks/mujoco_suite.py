@@ -27,6 +27,7 @@ from embodichain.envs.model_files import read_spec
 from embodichain.envs.physics import Physics
 from embodichain.envs.physics.contact_forces import ask_for_contact_forces
 from embodichain.envs.random import RandomStreams
+from embodichain.envs.randomization import prepare_spec
 from embodichain.envs.rendering import camera_names, mount_cameras
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task
@@ -140,6 +141,7 @@ class MujocoTask(Task):
             spec = read_spec(path)
             if "cfrc_ext" in cls.outputs and cfg.device == "cpu":
                 ask_for_contact_forces(spec)
+            prepare_spec(cfg.env.events, spec)
             model = mount_cameras(spec, cameras) if cameras else spec.compile()
         if cfg.env.timestep is not None:
             model.opt.timestep = cfg.env.timestep
