@@ -276,9 +276,14 @@ def press(
     speed: float = 0.02,
     rotation: Tensor | None = None,
 ) -> Stage:
-    """Approach a point ``[n, 3]`` with closed fingers and push against it, as for a button or a drawer."""
+    """Approach a point ``[n, 3]`` with closed fingers and push against it, as for a button or a drawer.
+
+    What is pushed may push the tool aside: where it touches, it is allowed thrice the tolerance before it starts anew.
+    """
     ahead, aside, direction = _split(at - tool.pos, along)
-    aligned = (length(aside) < tolerance) & (ahead > -2.0 * tolerance)
+    off = length(aside)
+    touches = (ahead < tolerance) & (off < 3.0 * tolerance)
+    aligned = ((off < tolerance) | touches) & (ahead > -2.0 * tolerance)
     far = (ahead > 0.5 * clearance) | aligned
     back = tool.pos + (ahead - clearance).unsqueeze(1) * direction
     return sequence(

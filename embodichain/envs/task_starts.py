@@ -221,9 +221,9 @@ def _places(cfg: GymCfg, model: mujoco.MjModel) -> list[tuple[float, ...]]:
     for name, fixture in scene.fixtures.items():
         if fixture is None or fixture.pose is None:  # a peg is in the hand
             continue
-        middle = np.array([0.5 * sum(fixture.pose.x), 0.5 * sum(fixture.pose.y), 0.0])
+        stands = model.body(name).pos * np.array([1.0, 1.0, 0.0])
         sites = [i for i in range(model.nsite) if model.site(i).name.startswith(f"{name}/")]
-        corners = [np.array([x, y, 0.0]) - middle for x in fixture.pose.x for y in fixture.pose.y]
+        corners = [np.array([x, y, 0.0]) - stands for x in fixture.pose.x for y in fixture.pose.y]
         for end in (0, 1):  # drawers and doors closed, and open
             for joint in range(model.njnt):
                 if model.joint(joint).name.startswith(f"{name}/"):

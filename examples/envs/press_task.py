@@ -13,10 +13,10 @@ from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import GymCfg, ObjectCfg, PoseRangeCfg, SceneCfg
 from embodichain.envs.fixtures import ButtonsCfg
 from embodichain.envs.kinematics import length
-from embodichain.envs.primitives import move, sequence
+from embodichain.envs.primitives import DOWN, press
 from embodichain.envs.registration import register_task
 from embodichain.envs.task import Scene, Task
-from embodichain.envs.tasks.kit import KitTask, kit_cfg, observation, raised, reward, ur5
+from embodichain.envs.tasks.kit import KitTask, kit_cfg, observation, reward, ur5
 from embodichain.envs.terms import position, register_reward
 
 PRESSED = 0.01  # metres of the button's travel that count as pressed
@@ -56,9 +56,7 @@ class PressTask(KitTask):
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
         """Come over the button, then go down until it is pressed."""
         tool, button = self.arm(scene), scene[f"{BUTTON}_pos"]
-        aligned = length((tool.pos - button)[:, :2]) < 0.01
-        come = move(tool, raised(button, 0.06))._replace(until=aligned)
-        return tool.act(actions, sequence(come, move(tool, raised(button, -0.06))))
+        return tool.act(actions, press(tool, button, DOWN, self.success(scene), clearance=0.06))
 
 
 register_task("PressTask", PressTask)
