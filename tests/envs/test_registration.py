@@ -252,3 +252,8 @@ def test_configs_leave_the_size_of_actions_to_the_robot():
         if "action_dim" in json.loads(path.read_text())["policy"]:
             stating.add(str(path.parent.relative_to(ROOT / "configs/agents/rl")).split("/")[0])
     assert stating == {"push_cube", "basic", "gymnasium"}
+
+
+def test_a_wrong_argument_of_a_gymnasium_environment_is_told_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"kwargs\.frameskip: .* no such argument\. Did you mean 'frame_skip'"):
+        make("Ant-v5", kwargs={"frameskip": 2})
