@@ -63,6 +63,10 @@ class EnvContractError(EmbodiChainError, RuntimeError):
     """An environment violates the contract of ``VecEnv``, or does not support a request."""
 
 
+class PolicyContractError(EmbodiChainError, TypeError):
+    """A method of a policy returned something else than the contract of ``Policy`` says."""
+
+
 class RenderingError(EmbodiChainError, RuntimeError):
     """No image can be rendered on this machine."""
 

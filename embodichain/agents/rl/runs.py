@@ -64,6 +64,7 @@ from embodichain.errors import (
     ConfigError,
     EmbodiChainError,
     OutputError,
+    PolicyContractError,
     RankError,
     TrainingStateError,
     writing,
@@ -398,8 +399,9 @@ def telling_how_to_continue(
             RunRecord.end(folder.path, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
         if is_first:
             folder.discard()
-        continues = isinstance(error, EmbodiChainError | KeyboardInterrupt) and not isinstance(error, ConfigError)
-        if continues and "--resume" not in str(error):  # resuming does not fix a wrong config
+        continues = isinstance(error, EmbodiChainError | KeyboardInterrupt)
+        # Resuming fixes neither a wrong config nor a wrong policy.
+        if continues and not isinstance(error, ConfigError | PolicyContractError) and "--resume" not in str(error):
             with contextlib.suppress(EmbodiChainError):
                 find_checkpoint(folder.path)
                 trusted = trusted_modules or ([] if former is None else former.trusted_modules)

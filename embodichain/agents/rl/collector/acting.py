@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.buffer.rollout_buffer import RolloutBuffer
 from embodichain.agents.rl.collector.base import PolicyStep
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import Observation, sorted_leaves
-from embodichain.errors import EmbodiChainError
+from embodichain.errors import EmbodiChainError, PolicyContractError
 from embodichain.utils.cuda_graphs import WARM_UP, Recorded, Recorder, copy_together, record
 
 Result = TypeVar("Result")
@@ -33,11 +34,12 @@ class Decider:
         self.records = can_record(policy, device)
         """Whether CUDA graphs are used."""
         self._act: _Replayed[tuple[Any, ...]]
-        self._act = _Replayed(policy.decide if policy.has_decision else lambda obs: policy.act(obs)[:3], policy)
+        self._act = _Replayed(policy.decide if policy.has_decision else policy.act, policy)
         self._choose: _Replayed[tuple[Tensor, Tensor]] = _Replayed(policy.choose, policy)
         self._value: _Replayed[Tensor] = _Replayed(policy.state_value, policy)
         self._all: tuple[_Replayed[Any], ...] = (self._act, self._choose, self._value)
         self._addresses = _addresses_of(policy)
+        self._check = OutputCheck(policy)
         self._noise: Tensor | None = None  # exploration noise of all envs, for policies with noise_steps
         self._noise_age = 0
 
@@ -67,18 +69,22 @@ class Decider:
         """
         if self._noise is not None:
             self._policy.hold_noise(self._noise[rows])
-        if not self.records:
-            if deferred:
-                return PolicyStep(obs, state, *self._policy.choose(obs), None)
-            if self._policy.has_decision:
-                return _with_decision(obs, self._policy.decide(obs))
-            return PolicyStep(obs, state, *self._policy.act(obs, state))
-        parts: tuple[Any, ...] = self._choose(obs) if deferred else self._act(obs)
-        if kept:
-            parts = tuple(part.clone() for part in parts)
+        parts: tuple[Any, ...]
+        if self.records:
+            parts = self._choose(obs) if deferred else self._act(obs)
+        elif deferred:
+            parts = self._policy.choose(obs)
+        else:
+            parts = self._policy.decide(obs) if self._policy.has_decision else self._policy.act(obs, state)
+        if self._check.is_due:
+            self._check(obs.shape[0], parts, deferred)
+        if self.records and kept:
+            parts = tuple(None if part is None else part.clone() for part in parts)
+        if deferred:
+            return PolicyStep(obs, state, parts[0], parts[1], None)
         if self._policy.has_decision:
-            return _with_decision(obs, parts)
-        return PolicyStep(obs, state, parts[0], parts[1], None if deferred else parts[2])
+            return PolicyStep(obs, None, *parts[:3], decision=parts[3])
+        return PolicyStep(obs, state, *parts)
 
     def value(self, obs: Observation, state: Tensor | None) -> Tensor:
         """Return the values ``[envs]`` of an observation."""
@@ -110,9 +116,121 @@ class Decider:
             replayed.settled = True
 
 
-def _with_decision(obs: Observation, parts: tuple[Any, ...]) -> PolicyStep:
-    action, log_prob, value, decision = parts
-    return PolicyStep(obs, None, action, log_prob, value, decision=decision)
+class OutputCheck:
+    """Raises ``PolicyContractError`` if a policy's output violates the contract of ``Policy``.
+
+    The first output is checked. If decisions belong to it, the later ones are compared with it: their entries, shapes
+    and dtypes must stay the same, as rollouts are stored in memory like the first. No value is read, so nothing
+    synchronises with a GPU.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.is_due = True
+        """Whether the next output has to be checked."""
+        self._layouts: dict[int, _Layout] = {}  # by number of rows, as groups of envs may differ in it
+        self._last: tuple[Any, ...] | None = None
+
+    def __call__(self, rows: int, parts: tuple[Any, ...], deferred: bool) -> None:
+        """Check the output ``parts`` for ``rows`` observations; ``deferred`` if it comes from ``choose``."""
+        if parts is self._last:  # the memory of a CUDA graph, whose layout does not change
+            return
+        is_known = rows in self._layouts and _is_alike(parts, self._layouts[rows])
+        if not is_known and (problem := self._problem(rows, parts, deferred) or self._change(rows, parts)):
+            raise PolicyContractError(f"{type(self._policy).__name__}.{problem}")
+        self.is_due = self._policy.has_decision
+        self._last = parts if self.is_due else None
+
+    def _problem(self, rows: int, parts: Any, deferred: bool) -> str | None:
+        """Return what violates the contract, beginning with the name of the method."""
+        policy = self._policy
+        names: tuple[str, ...] = ("action", "log_prob", "value", "state")
+        method = "get_action" if type(policy).act is Policy.act else "act"
+        if deferred:
+            method, names = "choose", names[:2]
+        elif policy.has_decision:
+            method, names = "decide", (*names[:3], "decision")
+        elif method == "get_action":  # act added the state
+            parts, names = parts[:-1], names[:3]
+        if not isinstance(parts, tuple) or not (len(parts) == len(names) or (method == "act" and len(parts) == 3)):
+            got = f"{len(parts)} values" if isinstance(parts, tuple) else _named(parts)
+            return f"{method} returned {got}, expected ({', '.join(names)})"
+        shapes: dict[str, list[list[int]]] = {"action": [], "log_prob": self._log_prob_shapes(rows)}
+        shapes |= {"value": [[rows], []]} if policy.has_critic else {}
+        for name, part in zip(names, parts, strict=False):
+            if name not in shapes:
+                continue
+            expected = " or ".join(map(str, shapes[name])).replace("-1", "factors") or f"[{rows}, ...]"
+            if not isinstance(part, Tensor):
+                return f"{method} returned {_named(part)} as {name}, expected a tensor {expected}"
+            known = [[*shape[:-1], part.shape[-1]] if -1 in shape and part.ndim else shape for shape in shapes[name]]
+            if list(part.shape) not in known if known else part.shape[:1] != (rows,):
+                return f"{method} returned {name} of shape {list(part.shape)}, expected {expected}"
+        return self._decision_problem(rows, parts[3]) if method == "decide" else None
+
+    def _log_prob_shapes(self, rows: int) -> list[list[int]]:
+        """Return the shapes that log-probabilities may have; -1 is any number of factors."""
+        size = self._policy.chunk_size
+        whole = [[rows], [rows, size]] if size > 1 else [[rows]]
+        return whole if self._policy.factors == () else [*whole, *([rows, n, -1] for n in sorted({1, size}))]
+
+    @staticmethod
+    def _decision_problem(rows: int, decision: Any) -> str | None:
+        expected = f"expected a TensorDict of batch [{rows}]"
+        if not isinstance(decision, TensorDictBase):
+            return f"decide returned {_named(decision)} as decision, {expected}"
+        if decision.batch_size[:1] != (rows,):
+            return f"decide returned a decision of batch {list(decision.batch_size)}, {expected}"
+        for path, leaf in sorted_leaves(decision):
+            if not isinstance(leaf, Tensor):
+                return f"decide returned a decision with {_named(leaf)} as {'/'.join(path)!r}, expected tensors only"
+        return None
+
+    def _change(self, rows: int, parts: tuple[Any, ...]) -> str | None:
+        """Return how an output with a decision differs from the first one; keep the layout of the first."""
+        if not self._policy.has_decision:
+            return None
+        layout = _layout(parts)
+        first = next(iter(self._layouts.values()), layout)
+        for name, shape, former in zip(("action", "log_prob"), layout[:2], first[:2], strict=True):
+            if shape[1:] != former[1:]:
+                expected = [rows, *former[1:]]
+                return f"decide returned {name} of shape {list(shape)}, expected {expected}, as in the first step"
+        now, then = _described(layout[2], rows), _described(first[2], rows)
+        if now != then:
+            return f"decide returned a decision of {now}, expected {then}, as in the first step"
+        self._layouts[rows] = layout
+        return None
+
+
+_Layout = tuple[torch.Size, torch.Size, dict[str | tuple[str, ...], tuple[torch.Size, torch.dtype]]]
+"""Shapes of action and log-probability; shape and dtype of each entry of a decision."""
+
+
+def _layout(parts: tuple[Any, ...]) -> _Layout:
+    entries = parts[3].items(include_nested=True, leaves_only=True)
+    return parts[0].shape, parts[1].shape, {name: (leaf.shape, leaf.dtype) for name, leaf in entries}
+
+
+def _is_alike(parts: Any, layout: _Layout) -> bool:
+    """Return whether an output has this layout; the cheap check of every step."""
+    if not isinstance(parts, tuple) or len(parts) != 4 or not isinstance(parts[3], TensorDictBase):
+        return False
+    return all(isinstance(part, Tensor) for part in parts[:3]) and _layout(parts) == layout
+
+
+def _described(entries: Mapping[Any, tuple[torch.Size, torch.dtype]], rows: int) -> dict[str, str]:
+    """Return the entries of a decision for a message."""
+    return {
+        name if isinstance(name, str) else "/".join(name): f"{str(dtype).removeprefix('torch.')} {[rows, *shape[1:]]}"
+        for name, (shape, dtype) in sorted(entries.items(), key=str)
+    }
+
+
+def _named(value: Any) -> str:
+    """Return None, or the type of a value with its article."""
+    kind = type(value).__name__
+    return "None" if value is None else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
 def can_record(policy: Policy, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from embodichain.agents.rl.utils import Level
 from embodichain.agents.rl.utils.tensordicts import Observation, dict_to_tensordict
 from embodichain.config.classes import Config
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, PolicyContractError
 
 Evaluation = tuple[Tensor, Tensor, Tensor]
 """``(log_prob, entropy, value)``."""
@@ -189,10 +189,25 @@ class Policy(nn.Module, ABC):
         ``start``, which marks the first steps of episodes.
         """
         if self.is_recurrent:
-            return self.evaluate_sequences(batch["observation"], batch["action"], batch["hidden"][0], batch["start"])
-        if self.has_decision:
-            return self.evaluate_actions(batch["observation"], batch["action"], batch["decision"])
-        return self.evaluate_actions(batch["observation"], batch["action"])
+            parts = self.evaluate_sequences(batch["observation"], batch["action"], batch["hidden"][0], batch["start"])
+        elif self.has_decision:
+            parts = self.evaluate_actions(batch["observation"], batch["action"], batch["decision"])
+        else:
+            parts = self.evaluate_actions(batch["observation"], batch["action"])
+        stored = batch.get("sample_log_prob", None)
+        if stored is not None and (len(parts) != 3 or parts[0].shape != stored.shape):
+            self._refuse_evaluation(parts, stored)
+        return parts
+
+    def _refuse_evaluation(self, parts: Any, stored: Tensor) -> None:
+        """Raise ``PolicyContractError``: shapes that differ would be broadcast against each other, or fail."""
+        method = f"{type(self).__name__}.{'evaluate_sequences' if self.is_recurrent else 'evaluate_actions'}"
+        if len(parts) != 3:
+            raise PolicyContractError(f"{method} returned {len(parts)} values, expected (log_prob, entropy, value)")
+        raise PolicyContractError(
+            f"{method} returned log_prob of shape {list(parts[0].shape)}, expected {list(stored.shape)}, as it was "
+            "when the actions were chosen"
+        )
 
     def check(self) -> None:
         """Raise ``ConfigError`` if attributes of the class contradict each other; algorithms and collectors call it."""

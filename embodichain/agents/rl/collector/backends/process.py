@@ -24,7 +24,7 @@ from embodichain.agents.rl.collector.rollout_worker import (
     WorkerSpec,
 )
 from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore, move
-from embodichain.errors import CollectorError, EmbodiChainError, EnvironmentHungError
+from embodichain.errors import CollectorError, EmbodiChainError, EnvironmentHungError, PolicyContractError
 
 _NAME = "the collecting process"
 EMPTY_STATE: dict[str, Any] = {"collector": {}, "env": None, "generator": None, "requests": []}
@@ -70,6 +70,9 @@ class SupervisedBackend(Backend):
 
 def collector_error(report: FailureReport, who: str, replacements: int = 0) -> EmbodiChainError:
     """Return the error to raise for a worker that cannot be replaced."""
+    original = report.original()
+    if isinstance(original, PolicyContractError):  # a message that needs no traceback
+        return original
     return report.as_error(who, replacements, EnvironmentHungError if report.hung else CollectorError)
 
 

@@ -24,7 +24,7 @@ from embodichain.agents.rl.collector.rollout_worker import (
 )
 from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore
 from embodichain.envs.vec_env import StepsInHalves, VecEnv
-from embodichain.errors import BufferWaitError, CollectorError, EnvironmentHungError
+from embodichain.errors import BufferWaitError, CollectorError, EnvironmentHungError, PolicyContractError
 
 log = logging.getLogger("embodichain.collector")
 
@@ -245,7 +245,7 @@ class ThreadBackend(Backend):
     def _work(self) -> None:
         try:
             self._worker.run(self, self._spec.num_steps)
-        except CollectorError:  # no restarts left
+        except (CollectorError, PolicyContractError):  # no restarts left; a message that needs no traceback
             raise
         except BaseException as error:
             details = "".join(traceback.format_exception(error))
