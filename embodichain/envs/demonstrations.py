@@ -19,6 +19,10 @@ EPISODES = 256
 """Number of demonstrations; they do not depend on the seed, the device and the number of envs."""
 STEPS, LONGEST = 200, 1000
 """Maximum length of a demonstration: that of an episode, but within these bounds."""
+LEAST_LEFT = 0.1
+"""Fraction of the time limit that remains for an episode that starts right before success."""
+HEAD_START = "head_start"
+"""The task variable that counts as steps already taken towards the time limit, int64 ``[num_envs]``."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,14 @@ class DemonstrationStarts:
     States shortly before success are the most likely: the last stage of a task, such as letting go, may take an expert
     two steps of eighty, and all others are worth nothing without it. A state's distance to success, as a fraction of
     its demonstration, is the square of a uniform number.
+
+    The time limit shrinks with that distance. Otherwise, a policy that misses the last stage would spend all the time
+    in states that it knows well, and would seldom start there again.
     """
 
-    def __init__(self, demonstrations: Demonstrations, fraction: float) -> None:
+    def __init__(self, demonstrations: Demonstrations, fraction: float, time_limit: int) -> None:
         self._states, self._fraction = demonstrations.states, fraction
+        self._skipped = (1.0 - LEAST_LEFT) * time_limit
         self._lengths, self._ends = demonstrations.lengths, demonstrations.lengths.cumsum(0)
         self._channel = channel("demonstration_starts", self._ends.device)
 
@@ -52,13 +60,15 @@ class DemonstrationStarts:
         """Replace rows of ``start``, the sampled states of these envs; depends on the seeds of their episodes only."""
         chance, which, ahead = streams.of(env_ids, self._channel, 0, 3).unbind(1)
         episode = (which * self._ends.numel()).long()
-        index = self._ends[episode] - 1 - (ahead.square() * self._lengths[episode]).long()
+        distance = ahead.square()
+        index = self._ends[episode] - 1 - (distance * self._lengths[episode]).long()
         chosen, states = chance < self._fraction, self._states
         start.qpos = _pick(chosen, states.qpos, index, start.qpos)
         start.qvel = _pick(chosen, states.qvel, index, start.qvel)
         for known, sampled in ((states.variables, start.variables), (states.poses, start.poses)):
             for name in sampled.keys() & known.keys():
                 sampled[name] = _pick(chosen, known[name], index, sampled[name])
+        start.variables[HEAD_START] = torch.where(chosen, ((1.0 - distance) * self._skipped).long(), 0)
         start.demonstrated = chosen
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from embodichain.envs import demonstrations
 from embodichain.envs.actions import MotorActionManager, RobotActionManager
 from embodichain.envs.curricula import Curricula
-from embodichain.envs.demonstrations import Demonstrations, DemonstrationStarts, Demonstrator
+from embodichain.envs.demonstrations import HEAD_START, Demonstrations, DemonstrationStarts, Demonstrator
 from embodichain.envs.env_cfg import GymCfg, ObservationsCfg
 from embodichain.envs.observations import ObservationBuilder, PackedObservation, observation_space
 from embodichain.envs.physics import VISUAL, Images, Load, Physics, Quality
@@ -153,7 +153,8 @@ class TaskEnv(VecEnv):
             raise ConfigError(
                 f"{key}: {name} is solved from the start, so there is nothing to demonstrate; leave it out"
             )
-        self._resets.demonstrations = DemonstrationStarts(recorded.to(self.device), fraction)
+        starts = DemonstrationStarts(recorded.to(self.device), fraction, self.max_episode_steps)
+        self._resets.demonstrations = starts
         self._begin_again()
 
     def demonstrate(self) -> Demonstrations | None:
@@ -515,7 +516,8 @@ class Scoring:
             terminated = terminated | (failed if valid is None else failed & valid)
         if terminated is success or terminated is self._none:  # both may be reused by their owner
             terminated = terminated.clone()
-        truncated = step >= self._limit
+        skipped = self._task.variables.get(HEAD_START)
+        truncated = (step if skipped is None else step + skipped) >= self._limit
         if diverged is not None:
             truncated = truncated | diverged
         return StepOutcome(rewards, reward, terminated, truncated, self._metrics(scene, diverged))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embodichain.envs import demonstrations
-from embodichain.envs.demonstrations import Demonstrations, DemonstrationStarts
+from embodichain.envs.demonstrations import HEAD_START, Demonstrations, DemonstrationStarts
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.registration import make, make_to_watch
 from embodichain.envs.task import ResetState
@@ -53,12 +53,13 @@ def test_states_shortly_before_success_are_the_likeliest():
     lengths = torch.tensor([100, 1, 50])
     number = torch.arange(151.0, dtype=torch.float64)
     states = ResetState(number.unsqueeze(1), number.unsqueeze(1), {}, {})
-    starts, envs = DemonstrationStarts(Demonstrations(states, lengths), 1.0), torch.arange(30_000)
+    starts, envs = DemonstrationStarts(Demonstrations(states, lengths), 1.0, 200), torch.arange(30_000)
     streams = RandomStreams(30_000, torch.device("cpu"))
     streams.seed(envs, 7)
     streams.next_episode(envs)
     sampled = ResetState(torch.full((30_000, 1), -1.0), torch.full((30_000, 1), -1.0), {}, {})
     starts.replace(envs, streams, sampled)
+    skipped = sampled.variables.pop(HEAD_START)
     chosen = sampled.qpos.squeeze(1)
     first, second, third = (
         chosen[(low <= chosen) & (chosen < high)] for low, high in ((0, 100), (100, 101), (101, 151))
@@ -67,6 +68,24 @@ def test_states_shortly_before_success_are_the_likeliest():
     for part, end, length in ((first, 100, 100), (third, 151, 50)):
         share = [float((end - part <= fraction * length).float().mean()) for fraction in (0.04, 0.25, 1.0)]
         assert share == pytest.approx([0.2, 0.5, 1.0], abs=0.025)
+    left = 200 - skipped[chosen < 100]  # the time limit shrinks with the distance, down to a tenth
+    torch.testing.assert_close(left.float(), 20.0 + 1.8 * (99.5 - first.float()), rtol=0.0, atol=2.9)
+    assert int(left.min()) == 21  # a tenth, and what is left of a step
+
+
+def test_episodes_end_the_earlier_the_closer_to_success_they_start():
+    with starting(0.5, 64, max_episode_steps=100) as env:
+        env.reset(seed=4)
+        skipped = env.task.variables[HEAD_START].clone()
+        assert 16 <= int((skipped == 0).sum()) <= 48
+        assert int(skipped.max()) > 80
+        ended, solved = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.bool)
+        for step in range(1, 101):
+            _, _, terminated, truncated, _ = env.step(torch.zeros(64, env.action_manager.action_dim))
+            solved |= terminated & (ended == 0)
+            ended[truncated & (ended == 0)] = step
+        assert int(solved.sum()) < 16  # without doing anything
+        assert torch.equal(ended[~solved], 100 - skipped[~solved])
 
 
 @pytest.mark.parametrize("id", ["PlaceInBinLanguageRL", "HandOverRL"])
