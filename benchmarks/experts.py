@@ -3,6 +3,7 @@
     python benchmarks/experts.py                              # all tasks: 200 starts for each of three seeds
     python benchmarks/experts.py --tasks StackCubeRL PushAroundRL
     python benchmarks/experts.py --no-run                     # write docs/tasks.md again from what was measured
+    python benchmarks/experts.py --robot panda --starts 24 --seeds 0   # another arm, out of robosuite: prints only
 
 Results go to ``benchmarks/results/experts.json``, pictures to ``docs/images/tasks``. An episode counts as solved if its
 last step is a success.
@@ -64,6 +65,10 @@ _SUCCESS = {
 }
 
 
+_ASSETS = "package://robosuite/models/assets"
+_FACING = {"left": {"pos": [0.5, 0.7, 0.0], "yaw": -1.5708}, "right": {"pos": [0.5, -0.7, 0.0], "yaw": 1.5708}}
+
+
 @dataclass(frozen=True)
 class Args:
     """What to measure."""
@@ -74,13 +79,23 @@ class Args:
     """Episodes per seed, each from a start of its own."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds."""
+    robot: str | None = None
+    """An arm of robosuite in the place of the tasks' own, such as panda; what is measured is printed, and not kept."""
     run: bool = True
     """Whether to measure and to draw; otherwise only the page is written."""
 
 
-def measure(task: str, starts: int, seed: int) -> dict[str, float]:
+def other_arm(name: str, task: str) -> dict[str, Any]:
+    """Return the config of an arm of robosuite with the Panda's gripper, or of two for a task of two arms."""
+    arm = {"mjcf": f"{_ASSETS}/robots/{name}/robot.xml", "flange": "right_hand", "servos": True}
+    arm |= {"tool": f"{_ASSETS}/grippers/panda_gripper.xml"}
+    return arm | ({"arms": _FACING} if load_gym_config(task).robot.arms else {})
+
+
+def measure(task: str, starts: int, seed: int, robot: str | None = None) -> dict[str, float]:
     """Return the success of the expert, the steps that it takes, and its return, over one episode in each env."""
-    with make(task, num_envs=starts, seed=seed) as env:
+    others = {} if robot is None else {"robot": other_arm(robot, task)}
+    with make(task, num_envs=starts, seed=seed, **others) as env:
         env.reset()
         running = torch.ones(starts, dtype=torch.bool)
         solved, steps, total = torch.zeros(starts), torch.zeros(starts), torch.zeros(starts)
@@ -179,11 +194,17 @@ def main(args: Args) -> None:
     known = {spec.id: spec for spec in list_envs() if spec.id in TASKS}
     for task in (args.tasks or known) if args.run else ():
         if known[task].task.has_expert():
-            runs = {str(seed): measure(task, args.starts, seed) for seed in args.seeds}
+            runs = {str(seed): measure(task, args.starts, seed, args.robot) for seed in args.seeds}
             mean = {key: sum(run[key] for run in runs.values()) / len(runs) for key in ("success", "steps", "return")}
             results["tasks"][task] = {**mean, "runs": runs}
-            print(f"{task:24} {100 * mean['success']:6.1f}%  {mean['steps']:6.1f} steps  return {mean['return']:8.2f}")
-        draw(task)
+            print(
+                f"{task:24} {100 * mean['success']:6.1f}%  {mean['steps']:6.1f} steps  return {mean['return']:8.2f}",
+                flush=True,
+            )
+        if args.robot is None:
+            draw(task)
+    if args.robot is not None:
+        return
     results["tasks"] = {task: results["tasks"][task] for task in sorted(results["tasks"]) if task in known}
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
     write_page(results)

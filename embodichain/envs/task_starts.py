@@ -10,7 +10,6 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import mujoco
 import numpy as np
@@ -36,8 +35,6 @@ _TESTED = 12  # number of postures whose contacts and places are looked at
 _AROUND = ((0.1, 0.0, 0.0), (-0.1, 0.0, 0.0), (0.0, 0.1, 0.0), (0.0, -0.1, 0.0), (0.0, 0.0, 0.1))  # metres
 _OVER_TABLE = 0.03  # metres above the table at which a tool takes things
 _BACK = (0.0, 0.1, 0.2, 0.3)  # metres that a base may stand behind the origin, for arms that cannot fold so far
-_TILTS = (0.0, 0.25, 0.5, 0.75)  # radians by which a tool that points forward may point down, for the same arms
-_DOWNWARDS = 0.7  # cosine of the angle to the vertical above which a tool points down
 _STAY = 1.0  # by how much a posture must be better for the base to stand further back
 _MISS, _TOUCH = 20.0, 10.0  # costs of a posture that reaches no place, and of one that touches something
 _HIGH = 0.6  # height in metres above which links score no better
@@ -131,8 +128,8 @@ def _find_starts(cfg: GymCfg, task: type[Task], own: RobotCfg, names: Sequence[s
         key = f"robot.arms.{name}" if name else "robot"
         may_stand_back = not cfg.robot.arms and cfg.robot.pos is None
         posture, stand = None, 0.0
-        for tilted, back in product(_tilted(pose), _BACK if may_stand_back else (0.0,)):
-            tried = _Postures(_shifted(model, back), robot, arm, specs[name].parts, tilted).best(things)
+        for back in _BACK if may_stand_back else (0.0,):
+            tried = _Postures(_shifted(model, back), robot, arm, specs[name].parts, pose).best(things)
             if tried is not None and (posture is None or tried.cost < posture.cost - _STAY):
                 posture, stand = tried, back
             if posture is not None and not posture.missed and not posture.touched:
@@ -177,7 +174,9 @@ def _tool_poses(own: RobotCfg, names: Sequence[str]) -> dict[str, ToolPose]:
             tuple(data.site(arm.site).xpos.tolist()),
             tuple((rotation @ parts.axis).tolist()),
             None if across is None else tuple((rotation @ across).tolist()),
-            float(arm.opening(fingers.unsqueeze(0))) if not torch.allclose(fingers, arm.finger_open, atol=1e-4) else None,
+            float(arm.opening(fingers.unsqueeze(0)))
+            if not torch.allclose(fingers, arm.finger_open, atol=1e-4)
+            else None,
         )
     return poses
 
@@ -231,22 +230,6 @@ def _places(cfg: GymCfg, model: mujoco.MjModel) -> list[tuple[float, ...]]:
             mujoco.mj_kinematics(model, data)
             places += [tuple((data.site_xpos[i] + corner).tolist()) for i in sites for corner in corners]
     return list(dict.fromkeys(places))
-
-
-def _tilted(pose: ToolPose) -> list[ToolPose]:
-    """Return a pose, and if the tool does not point down, those in which it points further down from behind."""
-    points, down = np.array(pose.points), np.array([0.0, 0.0, -1.0])
-    if points @ down > _DOWNWARDS:
-        return [pose]
-    axis, poses = np.cross(points, down) / np.linalg.norm(np.cross(points, down)), []
-    for tilt in _TILTS:
-        closes, turn = pose.closes, np.empty(9)
-        mujoco.mju_axisAngle2Quat(quat := np.empty(4), axis, tilt)
-        mujoco.mju_quat2Mat(turn, quat)
-        rotation = turn.reshape(3, 3)
-        closes = None if closes is None else tuple((rotation @ np.array(closes)).tolist())
-        poses.append(replace(pose, points=tuple((rotation @ points).tolist()), closes=closes))
-    return poses
 
 
 def _shifted(model: mujoco.MjModel, back: float) -> mujoco.MjModel:

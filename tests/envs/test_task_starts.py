@@ -1,0 +1,66 @@
+"""Another arm starts with its tool where the task's own has it, and experts solve tasks with it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from embodichain.envs.registration import load_gym_config, make
+from embodichain.envs.task_starts import with_start
+from embodichain.envs.tasks.drawer import OpenDrawer
+
+pytestmark = pytest.mark.extra("robots")
+ASSETS = "package://robosuite/models/assets"
+ROBOTS = {
+    name: {
+        "mjcf": f"{ASSETS}/robots/{name}/robot.xml",
+        "tool": f"{ASSETS}/grippers/panda_gripper.xml",
+        "flange": "right_hand",
+        "servos": True,
+    }
+    for name in ("panda", "sawyer")
+}
+PRESS_TASK = str(Path(__file__).parents[2] / "examples/envs/press_task.py")
+
+
+def test_tool_points_at_the_drawers_with_one_finger_above_the_other():
+    with make("OpenDrawerRL", num_envs=1, seed=0) as own, make("OpenDrawerRL", robot=ROBOTS["sawyer"], seed=0) as other:
+        poses = [
+            env.robot.chain.pose(env.robot.init_qpos[None, : env.robot.num_joints].float()) for env in (own, other)
+        ]
+        down = other.robot.arms[""].down
+    assert float((poses[0][0] - poses[1][0]).norm()) < 0.01
+    points = poses[1][1][0] @ -down[2]
+    assert points.tolist() == pytest.approx([1.0, 0.0, 0.0], abs=0.05)
+
+
+def test_own_arm_and_given_postures_stay_as_they_are():
+    for config in ({"id": "OpenDrawerRL"}, {"id": "OpenDrawerRL", "robot": ROBOTS["panda"] | {"init_qpos": [0.1] * 7}}):
+        cfg = load_gym_config(config)
+        assert with_start(cfg, OpenDrawer) is cfg
+
+
+def test_an_arm_that_stands_too_far_away_is_warned_of(caplog):
+    cfg = load_gym_config({"id": "OpenDrawerRL", "robot": ROBOTS["sawyer"] | {"pos": [-2.0, 0.0, 0.0]}})
+    assert with_start(cfg, OpenDrawer) is cfg
+    assert "does not reach the pose in which the tool of OpenDrawerRL starts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("robot", "task"), [("panda", "OpenDoorRL"), ("panda", "PlaceInBinRL"), ("sawyer", "OpenDrawerRL")]
+)
+def test_expert_solves_the_task_with_another_arm(robot, task):
+    solved = torch.zeros(8, dtype=torch.bool)
+    with make(task, num_envs=8, seed=0, robot=ROBOTS[robot]) as env:
+        for _ in range(env.max_episode_steps):
+            *_, info = env.step(env.expert_action())
+            solved |= info["metrics"]["success"] > 0
+    assert int(solved.sum()) >= 7
+
+
+def test_expert_keeps_a_button_pressed_with_another_arm():
+    config = {"id": "PressTask", "num_envs": 8, "seed": 0, "robot": ROBOTS["panda"]}
+    with make(config | {"env": {"terminate_on_success": False}}, trusted_modules=[PRESS_TASK]) as env:
+        for _ in range(99):
+            *_, info = env.step(env.expert_action())
+        assert bool((info["metrics"]["success"] > 0).all())
