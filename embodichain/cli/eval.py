@@ -91,10 +91,10 @@ def opened_run(
     folder = find_checkpoint(run, which).resolve()
     state = load_checkpoint(folder)
     check_parts(state, folder, "config", "trainer")
-    cfg = saved_run_config(state["config"], trusted_modules, str(folder))
+    given = None if config is None else load_config(find_shipped(config))
+    cfg = saved_run_config(state["config"], trusted_modules, str(folder), given)
     settings = cfg.trainer.replace(num_eval_episodes=episodes, eval_video=video)
-    if config is not None:
-        given = load_config(find_shipped(config))
+    if given is not None:
         if given.get("id", settings.environment["id"]) == settings.environment["id"]:
             settings = settings.replace(eval_gym_config=merge(settings.eval_gym_config, given))
         else:

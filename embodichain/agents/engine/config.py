@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from embodichain.agents.processes.ray_backend import PlacementCfg
@@ -223,3 +224,10 @@ class OnlineDataEngineCfg(Config):
         if problems:
             raise ConfigError(problems, "OnlineDataEngineCfg")
         return action
+
+    def check_policy_exists(self) -> None:
+        """Raise ``ConfigError`` if there is no such run or checkpoint as acts; on Ray, it lies on other machines."""
+        action = ActionSourceCfg.of(self.action_config, self.trusted_modules)
+        name, path = ("path", action.path) if action.source == "policy" else ("policy", action.policy)
+        if self.workers == "local" and action.source in ("policy", "dagger") and path and not Path(path).exists():
+            raise ConfigError(f"{name}: expected a run or a checkpoint, but there is no {path}", "action_config")

@@ -47,6 +47,7 @@ class OnlineDataEngine:
 
     def __init__(self, cfg: OnlineDataEngineCfg) -> None:
         cfg.check()
+        cfg.check_policy_exists()
         self.cfg = cfg
         self.buffer_size = cfg.buffer_size
         """Number of episodes in the shared buffer."""

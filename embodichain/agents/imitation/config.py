@@ -235,18 +235,33 @@ def _located(source: SourceCfg, folder: Path, errors: list[EmbodiChainError]) ->
 def override(cfg: ImitateCfg, words: list[str], trusted_modules: Collection[str] = ()) -> ImitateCfg:
     """Return a completed and validated config with flags such as ``--source.dataset recordings/a`` applied."""
     prog = "embodichain imitate"
-    if "--dagger" in words:
-        cfg, words = cfg.replace(source=with_dagger(cfg.source)), [word for word in words if word != "--dagger"]
+    dagger, words = "--dagger" in words, [word for word in words if word != "--dagger"]
     cfg, words = with_choices(cfg, words)
-    source = cfg.source
-    if given_value(words, "source.dataset")[0] is not None:  # replaces the source of the config
-        cfg = cfg.replace(source=source.replace(stream=None, mixture=[]))
-    elif any(word.startswith("--source.mixture") and word[16:17] in ("", "=") for word in words):
-        cfg = cfg.replace(source=source.replace(stream=None, dataset=None, keys={}))
+    source, replacing = _without_replaced(cfg.source, words)
+    if dagger and not replacing:
+        source = with_dagger(source)
+    cfg = cfg.replace(source=source)
     changed = parse_overrides(cfg, words, prog, "Imitate demonstrations.", schemas_of(cfg)) if words else cfg
+    if dagger and replacing:
+        changed = changed.replace(source=with_dagger(changed.source))
     named = [name for name in changed.trainer.import_modules if name not in cfg.trainer.import_modules]
     check_trusted(named, trusted_modules, "--trainer.import_modules")
     return _checked(complete(changed, trusted_modules, "command line"))
+
+
+def _without_replaced(source: SourceCfg, words: list[str]) -> tuple[SourceCfg, bool]:
+    """Return a source without what a flag replaces, which is logged, and whether there is such a flag."""
+    if given_value(words, "source.dataset")[0] is not None:
+        flag, kept = "source.dataset", source.replace(stream=None, mixture=[])
+    elif any(word.startswith("--source.mixture") and word[16:17] in ("", "=") for word in words):
+        flag, kept = "source.mixture", source.replace(stream=None, dataset=None, keys={})
+    else:
+        return source, False
+    names = ("stream", "dataset", "keys", "mixture")
+    dropped = [f"source.{name}" for name in names if getattr(source, name) and not getattr(kept, name)]
+    if dropped:
+        _LOG.info("--%s leaves out what the config says for another source: %s", flag, ", ".join(dropped))
+    return kept, True
 
 
 def with_dagger(source: SourceCfg) -> SourceCfg:
@@ -304,13 +319,18 @@ def _checked(cfg: ImitateCfg) -> ImitateCfg:
     attempt(errors, lambda: check_device(trainer.device, "trainer.device"))
     for part in cfg.source.parts() if not problems else ():
         if part.stream is not None:
-            attempt(errors, lambda part=part: stream_settings(cfg, part).check())  # type: ignore[misc]
+            attempt(errors, lambda part=part: _check_stream(stream_settings(cfg, part)))  # type: ignore[misc]
     if errors:
         raise joined_errors(errors)
     if not has_environment and trainer.enable_eval:
         trainer = trainer.replace(enable_eval=False)
         _LOG.info("the policy is not evaluated, as there is no environment: --trainer.gym_config names one")
     return cfg.replace(trainer=trainer)
+
+
+def _check_stream(settings: OnlineDataEngineCfg) -> None:
+    settings.check()
+    settings.check_policy_exists()
 
 
 def stream_settings(

@@ -146,13 +146,14 @@ def build_imitation(
     """Build the trainer from a completed config; this starts its streams."""
     settings = cfg.trainer
     seed_everything(settings.seed)
-    spaces = _spaces(cfg, trusted_modules)
+    spaces, longest = _spaces(cfg, trusted_modules)
     policy = build_policy(cfg.policy, spaces["observation"], spaces["action"], torch.device(settings.device))
     if settings.init_from is not None and resumed is None:
         begin_from(settings.init_from, policy)
     chosen = cfg.algorithm.cfg
     learner = Imitation(chosen.replace(total_steps=chosen.total_steps or settings.total_steps), policy)
     wanted = Wanted.by(policy, spaces["observation"], spaces["action"], learner.chunk_size, chosen.points)
+    _check_chunks_fit(cfg, learner.chunk_size, longest)
     with ExitStack() as undo:
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval else None
         if eval_env is not None:
@@ -169,14 +170,37 @@ def build_imitation(
     return trainer
 
 
-def _spaces(cfg: ImitateCfg, trusted_modules: Collection[str]) -> dict[str, Any]:
-    """Return the observation and action spaces of the environment, or else of the first folder."""
+def _spaces(cfg: ImitateCfg, trusted_modules: Collection[str]) -> tuple[dict[str, Any], int | None]:
+    """Return the observation and action spaces of the environment, or else of the first folder, and the time limit."""
     if cfg.trainer.gym_config:
         with make_to_watch(cfg.trainer.environment | {"num_envs": 1}, trusted_modules) as env:
-            return {"observation": env.observation_space, "action": env.action_space}
+            return {"observation": env.observation_space, "action": env.action_space}, env.max_episode_steps
     part = cfg.source.parts()[0]
     observation, action = spaces_of_folder(str(part.dataset), part.keys)
-    return {"observation": observation, "action": action}
+    return {"observation": observation, "action": action}, None
+
+
+def _check_chunks_fit(cfg: ImitateCfg, chunk_size: int, usual: int | None) -> None:
+    """Raise ``ConfigError`` if no episode of a stream can be as long as a chunk, before the stream fills its buffer.
+
+    ``usual`` is the time limit of the trainer's environment.
+    """
+    for part in cfg.source.parts():
+        if part.stream is None:
+            continue
+        settings = stream_settings(cfg, part)
+        environments = [entry.gym_config for entry in settings.tasks()]
+        if not environments and isinstance(settings.gym_config, dict):
+            environments = [settings.gym_config]
+        own = cfg.trainer.environment.get("id") if cfg.trainer.gym_config else None
+        limits = [
+            given.get("max_episode_steps") or (usual if given.get("id") == own else settings.max_episode_steps)
+            for given in environments
+        ]
+        known = [limit for limit in limits if limit is not None]
+        if known and len(known) == len(limits) and chunk_size > max(known):
+            problem = f"expected at most {max(known)} steps, as many as an episode has (max_episode_steps)"
+            raise ConfigError(f"chunk_size: {problem}, got {chunk_size}", "policy")
 
 
 def open_source(

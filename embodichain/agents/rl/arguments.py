@@ -32,6 +32,8 @@ SWITCHES = (
     *(f"algorithm.cfg.{name}" for name in ("cuda_graphs", "reset_every_rollout", "truncate_at_first_done")),
 )
 """Flags that need no value, listed here so that parsing imports nothing heavy."""
+NO_VALUE = "null"
+"""What a flag is given for no value, as in JSON and YAML."""
 _LOOKS_LIKE_CONFIG = r"\.(json|ya?ml)$|RL$|-v\d+$"
 
 
@@ -73,7 +75,7 @@ def parse_args(argv: Sequence[str] | None = None, usage: str = _USAGE) -> argpar
 def given_environment(overrides: Sequence[str]) -> str | None:
     """Return the value of ``--trainer.gym_config`` if it names an environment or file, else ``None``."""
     given = given_value(overrides, "trainer.gym_config")[0]
-    return None if given is None or given.lstrip().startswith("{") else given
+    return None if given in (None, NO_VALUE) or given.lstrip().startswith("{") else given
 
 
 def given_origins(overrides: Sequence[str]) -> tuple[str | None, str | None]:

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from embodichain.agents.rl.models.observation import impossible_values
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.utils.tensordicts import space_from_data
@@ -230,6 +231,9 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor], source: str) 
         else:
             continue
         raise CheckpointError(f"{source} is of another architecture: {problem}")
+    if problems := impossible_values(module, weights):
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(f"{source} holds impossible weights: {problems[0]}{more}")
     module.load_state_dict(weights)
 
 

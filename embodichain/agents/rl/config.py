@@ -13,12 +13,18 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 
 from embodichain.agents.rl.algo.base import get_algo_class
-from embodichain.agents.rl.arguments import given_environment, given_value
+from embodichain.agents.rl.arguments import NO_VALUE, given_environment, given_value
 from embodichain.agents.rl.collector.config import AsyncCfg, CollectorBlock
 from embodichain.agents.rl.default_config import config_of_environment
 from embodichain.agents.rl.models.actor_critic import NetworkPolicy
 from embodichain.agents.rl.models.policy import Policy
-from embodichain.agents.rl.models.registry import PolicyBlock, check_policy, get_policy_class, policy_schemas
+from embodichain.agents.rl.models.registry import (
+    PolicyBlock,
+    arguments_of,
+    check_policy,
+    get_policy_class,
+    policy_schemas,
+)
 from embodichain.agents.rl.run_config import (
     FILE_SUFFIXES,
     NumEnvs,
@@ -35,6 +41,7 @@ from embodichain.agents.rl.run_config import (
 from embodichain.agents.rl.utils import ClippedCfg
 from embodichain.agents.rl.utils.distributed import Ranks, local_count, local_rank
 from embodichain.config import (
+    MISSING,
     Config,
     Count,
     Field,
@@ -203,6 +210,8 @@ def override(
     changed = parse_overrides(cfg, words, prog, "Train a policy.", schemas_of(cfg)) if words else cfg
     named = [name for name in changed.trainer.import_modules if name not in cfg.trainer.import_modules]
     check_trusted(named, trusted_modules, "--trainer.import_modules")
+    if changed.trainer.gym_config is MISSING:
+        raise ConfigError("trainer.gym_config: expected an environment, got none", "command line")
     _refuse_ignored(changed.trainer, words)
     device, before = changed.trainer.device, cfg.trainer.device
     is_set = any(word.partition("=")[0] == "--algorithm.cfg.device" for word in words)
@@ -221,13 +230,16 @@ def with_choices(cfg: _C, words: list[str]) -> tuple[_C, list[str]]:
     if (given := given_environment(words)) is not None:
         cfg = cfg.replace(trainer=cfg.trainer.replace(gym_config=environment_settings(given, Path.cwd())))
         words = given_value(words, "trainer.gym_config")[1]
+    elif given_value(words, "trainer.gym_config")[0] == NO_VALUE:
+        cfg = cfg.replace(trainer=cfg.trainer.replace(gym_config=MISSING))
+        words = given_value(words, "trainer.gym_config")[1]
     policy = given_value(words, "policy.name")[0]
     if policy is not None and policy != cfg.policy.get("name"):
         own = {key: value for key, value in cfg.policy.items() if key not in ("name", "action_dim", "cfg")}
         own |= cfg.policy.get("cfg", {})
-        settings = _applicable_settings(
-            own, get_policy_class(policy).settings_type(), f"policy.name {policy}", "policy"
-        )
+        policy_cls = get_policy_class(policy)
+        known = policy_cls.settings_type() or arguments_of(policy_cls)
+        settings = _applicable_settings(own, known, f"policy.name {policy}", "policy")
         kept = {key: value for key, value in cfg.policy.items() if key == "action_dim"}
         cfg = cfg.replace(policy={"name": policy, **kept, **({"cfg": settings} if "cfg" in cfg.policy else settings)})
     return cfg.replace(policy=_with_model(cfg.policy, words)), words
@@ -253,12 +265,16 @@ def _with_algorithm(cfg: TrainCfg, words: list[str]) -> TrainCfg:
 
 
 def _applicable_settings(
-    settings: Mapping[str, Any], cls: type[Config] | None, chosen: str, block: str
+    settings: Mapping[str, Any], known: type[Config] | Collection[str] | None, chosen: str, block: str
 ) -> dict[str, Any]:
-    """Return the settings of a block that the class ``cls`` accepts, and log those that are dropped."""
-    if cls is None:
+    """Return the settings of a block that a class or some names ``known`` accept, and log those that are dropped."""
+    if known is None:
         return dict(settings)
-    taken = {key: value for key, value in settings.items() if _accepts(cls, key, value)}
+    taken = {
+        key: value
+        for key, value in settings.items()
+        if (_accepts(known, key, value) if isinstance(known, type) else key in known)
+    }
     others = [f"{block}.{key}" for key in settings if key not in taken]
     if others:
         _LOG.info("--%s leaves out what the config says for another one: %s", chosen, ", ".join(others))

@@ -106,17 +106,30 @@ class RunConfig(Config):
     """Name and settings of the policy."""
 
 
-def saved_run_config(config: Mapping[str, Any], trusted_modules: Collection[str], source: str) -> RunConfig:
-    """Return the common settings of a checkpoint's config, whichever command wrote it; imports the trusted modules."""
+def saved_run_config(
+    config: Mapping[str, Any],
+    trusted_modules: Collection[str],
+    source: str,
+    environment: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Return the common settings of a checkpoint's config, whichever command wrote it; imports the trusted modules.
+
+    A run that was made without an environment gets ``environment``.
+    """
     trainer, known = config.get("trainer"), RunSettings.__dataclass_fields__
     own = {name: value for name, value in trainer.items() if name in known} if isinstance(trainer, Mapping) else trainer
     cfg = RunConfig.from_dict({"trainer": own, "policy": config.get("policy")}, source)
     check_trusted(cfg.trainer.import_modules, trusted_modules, source)
     import_trusted(trusted_modules, config_folders())
+    if cfg.trainer.gym_config in (MISSING, {}):
+        if environment is None:
+            problem = "the run was made without an environment: --config gym_config.json says which one to use"
+            raise ConfigError(problem, source)
+        cfg = cfg.replace(trainer=cfg.trainer.replace(gym_config=dict(environment)))
     if missing := cfg.validate():
         raise ConfigError([f"{name}: expected a value, got none" for name in missing], source)
-    environment = environment_settings(cfg.trainer.gym_config, Path.cwd())
-    return cfg.replace(trainer=cfg.trainer.replace(gym_config=environment))
+    settings = environment_settings(cfg.trainer.gym_config, Path.cwd())
+    return cfg.replace(trainer=cfg.trainer.replace(gym_config=settings))
 
 
 def policy_to_begin_from(run: str | None, block: Mapping[str, Any]) -> dict[str, Any]:

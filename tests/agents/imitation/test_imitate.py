@@ -422,3 +422,51 @@ def test_dagger_needs_an_expert(tmp_path):
     chance = ImitateCfg.from_dict(config(tmp_path / "b", {"stream": {"action_config": {"source": "random"}}}))
     with pytest.raises(ConfigError, match=r"--dagger.*'random'"):
         override(chance, ["--dagger"])
+
+
+def test_dagger_needs_a_stream_after_flags_replaced_it(tmp_path):
+    cfg = ImitateCfg.from_dict(config(tmp_path / "a", STREAM))
+    with pytest.raises(ConfigError, match="--dagger: expected a stream"):
+        override(cfg, ["--dagger", "--source.dataset", "recordings/a"])
+    mixture = '[{"dataset": "recordings/a"}, {"stream": {"buffer_size": 8}}]'
+    parts = override(cfg, ["--dagger", "--source.mixture", mixture]).source.mixture
+    assert parts[0].stream is None
+    assert parts[1].stream["action_config"]["source"] == "dagger"
+
+
+def test_a_replaced_source_is_told(tmp_path, caplog):
+    mixed = {"mixture": [{"dataset": "recordings/a"}, STREAM]}
+    with caplog.at_level("INFO"):
+        cfg = override(ImitateCfg.from_dict(config(tmp_path / "a", mixed)), ["--source.dataset", "recordings/b"])
+    assert not cfg.source.mixture
+    assert "--source.dataset leaves out what the config says for another source: source.mixture" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        override(cfg, ["--source.dataset", "recordings/c"])
+    assert "leaves out" not in caplog.text
+
+
+def test_a_policy_that_does_not_exist_is_told_before_anything_is_simulated(tmp_path):
+    cfg = ImitateCfg.from_dict(config(tmp_path / "a", STREAM))
+    words = ["--dagger", "--source.stream.action_config.policy", str(tmp_path / "nowhere")]
+    with pytest.raises(ConfigError, match=r"policy: expected a run or a checkpoint, but there is no .*nowhere"):
+        override(cfg, words)
+
+
+def test_chunks_longer_than_episodes_are_told_before_anything_is_simulated(tmp_path, monkeypatch):
+    monkeypatch.setattr("embodichain.agents.imitation.imitate.open_source", pytest.fail)
+    problem = r"chunk_size: expected at most 10 steps, as many as an episode has \(max_episode_steps\), got 11"
+    with pytest.raises(ConfigError, match=problem):
+        imitate(tmp_path / "a", STREAM, FLOW | {"chunk_size": 11}, enable_eval=False)
+
+
+def test_a_run_without_an_environment_is_evaluated_in_the_one_that_is_given(tmp_path, recorded, capsys):
+    run, words = tmp_path / "run", ["--episodes", "2"]
+    settings = config(run, {"dataset": str(recorded)})
+    del settings["trainer"]["gym_config"]
+    imitate_from_config(ImitateCfg.from_dict(settings))
+    assert main(["eval", str(run), *words]) == 2
+    assert "without an environment: --config gym_config.json says which one to use" in capsys.readouterr().err
+    file = tmp_path / "gym_config.json"
+    file.write_text(json.dumps(REACH))
+    assert main(["eval", str(run), *words, "--config", str(file)]) == 0

@@ -31,6 +31,7 @@ from embodichain.agents.rl.checkpoint import (
 )
 from embodichain.agents.rl.config import TrainCfg, complete
 from embodichain.agents.rl.models import build_policy
+from embodichain.agents.rl.models.observation import RunningNormalizer
 from embodichain.agents.rl.runs import RunFolder
 from embodichain.agents.rl.train import opened_trainer, train_from_config
 from embodichain.agents.rl.utils.distributed import Ranks
@@ -394,3 +395,14 @@ def test_commands_say_what_a_checkpoint_lacks(tmp_path, monkeypatch, capsys, com
     error = capsys.readouterr().err
     assert "checkpoint" in error or "config" in error
     assert "Traceback" not in error
+
+
+def test_impossible_weights_are_named():
+    layers = torch.nn.Sequential(RunningNormalizer(2), torch.nn.Linear(2, 1))
+    state = {name: value.clone() for name, value in layers.state_dict().items()}
+    state["0.m2"][1] = -3.0
+    with pytest.raises(CheckpointError, match=r"x holds impossible weights: 0\.m2: expected sums .* got -3$"):
+        load_weights(layers, state, "x")
+    state["1.weight"][0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match=r"1\.weight: expected finite numbers, 1 of 2 are not|0\.m2: .*1 more"):
+        load_weights(layers, state, "x")

@@ -12,8 +12,8 @@ from embodichain.agents.imitation.config import load_imitate_config
 from embodichain.agents.rl.algo.base import ALGORITHMS
 from embodichain.agents.rl.arguments import SWITCHES, parse_args
 from embodichain.agents.rl.config import TrainCfg, load_train_config, override, schemas_of
-from embodichain.agents.rl.models import ActorCritic, ActorCriticCfg
-from embodichain.agents.rl.models.registry import POLICIES
+from embodichain.agents.rl.models import ActorCritic, ActorCriticCfg, Policy
+from embodichain.agents.rl.models.registry import POLICIES, arguments_of
 from embodichain.config.command_line import flags_of
 from embodichain.errors import ConfigError, UntrustedModuleError
 from tests.agents.rl.training_cases import write_config
@@ -288,3 +288,56 @@ def test_flags_follow_the_algorithm_and_the_policy_that_flags_choose(caplog):
     with pytest.raises(ConfigError) as caught:
         override(config, ["--algorithm.name", "distill"])
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["algorithm.cfg.teacher"]
+
+
+class Constant(Policy):
+    """A policy of a user, whose settings are its arguments."""
+
+    def __init__(self, obs_space, action_space, device, std: float = 0.3, *, normalize_obs: bool = False) -> None:
+        super().__init__()
+
+    def get_action(self, obs, deterministic=False):
+        raise NotImplementedError
+
+    get_value = evaluate_actions = get_action
+
+
+class Free(Constant):
+    def __init__(self, *args, **settings) -> None:
+        super().__init__(*args)
+
+
+class Own(Constant):
+    @classmethod
+    def build(cls, cfg, obs_space, action_space, device):
+        return cls(obs_space, action_space, device)
+
+
+@pytest.mark.parametrize("load", [load_train_config, load_imitate_config])
+def test_arguments_of_a_policy_without_a_config_class_decide_which_settings_it_takes(monkeypatch, caplog, load):
+    from embodichain.agents.imitation.config import override as override_imitation
+
+    monkeypatch.setitem(POLICIES.classes, "constant", Constant)
+    assert (arguments_of(Constant), arguments_of(Free), arguments_of(Own)) == (["std", "normalize_obs"], None, None)
+    change = override if load is load_train_config else override_imitation
+    with caplog.at_level("INFO"):
+        chosen = change(load("CartPoleRL"), ["--policy.name", "constant", "--policy.std", "0.5", *_RECORDING[load]])
+    own = {name: value for name, value in chosen.policy.items() if name != "action_dim"}
+    assert own == {"name": "constant", "normalize_obs": True, "std": 0.5}
+    assert "--policy.name constant leaves out what the config says for another one: policy.actor" in caplog.text
+    with pytest.raises(ConfigError, match=r"sdt: Constant has no such argument\. Did you mean 'std'"):
+        change(load("CartPoleRL"), ["--policy.name", "constant", "--policy.sdt", "0.5", *_RECORDING[load]])
+
+
+_RECORDING: dict[Any, list[str]] = {load_train_config: [], load_imitate_config: ["--source.dataset", "recordings/a"]}
+
+
+def test_null_is_no_environment_rather_than_one_of_that_name():
+    from embodichain.agents.imitation.config import override as override_imitation
+
+    with pytest.raises(ConfigError, match=r"trainer\.gym_config: expected an environment, got none"):
+        override(load_train_config("CartPoleRL"), ["--trainer.gym_config", "null"])
+    words = ["--trainer.gym_config", "null", "--source.dataset", "recordings/a"]
+    cfg = override_imitation(load_imitate_config("CartPoleRL"), words)
+    assert not cfg.trainer.gym_config
+    assert not cfg.trainer.enable_eval

@@ -242,3 +242,35 @@ def test_a_module_of_ones_own_is_imported_when_it_is_trusted(tmp_path, monkeypat
 def test_weights_are_copies(model, tmp_path):
     folder = save_vla_model(model, tmp_path / "vla")
     assert load_file(folder / "model.safetensors").keys() == model.state_dict().keys()
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere: expected the folder or the file of a model, but there is none"):
+        load_vla_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("to_action.4.weight", float("nan"), r"expected finite numbers, 1 of \d+ are not"),
+        ("to_action.4.weight", float("inf"), r"expected finite numbers, 1 of \d+ are not"),
+        ("normalizer.mean", float("nan"), "expected finite numbers, 1 of 6 are not"),
+        ("normalizer.scale", -2.0, "expected scales above 0, got -2"),
+        ("normalizer.scale", 0.0, "expected scales above 0, got 0"),
+        ("normalizer.m2", -1.0, "expected sums of squares of at least 0, got -1"),
+    ],
+)
+def test_impossible_values_are_listed(model, tmp_path, name, value, problem):
+    folder = save_vla_model(model, tmp_path / "vla")
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[0] = value
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"1 of \\d+ entries have impossible values\n  - {name}: {problem}"):
+        load_vla_model(folder)
+
+
+def test_large_finite_values_are_possible(model):
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights["to_action.4.weight"].fill_(3e38)  # the sum is infinite
+    set_weights(model, weights, "here")
+    assert float(model.to_action[-1].weight[0, 0]) == pytest.approx(3e38)

@@ -1,7 +1,7 @@
 """Converts observations to network inputs: selects keys, flattens, normalises, encodes images."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,33 @@ class RunningNormalizer(SharedStatistics):
         self.shift.copy_(self.mean)
         # A constant column is shifted to zero but not scaled.
         self.scale.copy_(torch.where(self.variance <= self.eps, 1.0, (self.variance + self.eps).rsqrt()))
+
+    def impossible(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        """Yield name and problem of those ``values`` of the buffers that no data leads to."""
+        if "m2" in values and bool((values["m2"] < 0.0).any()):
+            yield "m2", f"expected sums of squares of at least 0, got {float(values['m2'].min()):g}"
+        if "scale" in values and bool((values["scale"] <= 0.0).any()):
+            yield "scale", f"expected scales above 0, got {float(values['scale'].min()):g}"
+
+
+def impossible_values(module: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
+    """Return which ``weights`` of a module are not finite, or are statistics that no data leads to, one line each."""
+    found = {}
+    for name, value in weights.items():
+        if value.is_floating_point() and not _is_finite(value):
+            count = int((~value.isfinite()).sum())
+            found[name] = f"expected finite numbers, {count} of {value.numel()} are not"
+    for prefix, part in module.named_modules():
+        if isinstance(part, RunningNormalizer):
+            path = f"{prefix}." if prefix else ""
+            own = {key: weights[path + key] for key in ("m2", "scale") if path + key in weights}
+            found = {path + key: problem for key, problem in part.impossible(own)} | found
+    return [f"{name}: {problem}" for name, problem in found.items()]
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return whether all values are finite, mostly without memory of their size: a sum reveals any that is not."""
+    return math.isfinite(float(values.sum(dtype=torch.float32))) or bool(values.isfinite().all())
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The registry of policies, and functions that check and build a policy from its config block."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from embodichain.agents.rl.models.mlp import NetworkBlock, NetworkCfg, NetworkSe
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import Registry
 from embodichain.config.classes import Config, Count, configclass
-from embodichain.errors import ConfigError, fits_memory
+from embodichain.errors import ConfigError, fits_memory, nearest
 
 POLICIES = Registry[Policy](
     "policy",
@@ -74,6 +75,24 @@ def check_policy(policy_block: Mapping[str, Any]) -> None:
     cfg_type = policy_cls.settings_type()
     if cfg_type is not None:
         cfg_type.from_dict(settings, source="policy")
+    elif (taken := arguments_of(policy_cls)) is not None:
+        others = [name for name in settings if name not in taken]
+        if others:
+            problems = [f"{name}: {policy_cls.__name__} has no such argument.{nearest(name, taken)}" for name in others]
+            raise ConfigError(problems, "policy")
+
+
+def arguments_of(policy_cls: type[Policy]) -> list[str] | None:
+    """Return the settings that a class without a ``cfg_type`` takes as keyword arguments; ``None`` if any may be."""
+    own_build = next(base for base in policy_cls.__mro__ if "build" in vars(base)) is not Policy
+    parameters = list(inspect.signature(policy_cls).parameters.values())
+    if own_build or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    spaces_and_device = 3
+    return [
+        parameter.name for i, parameter in enumerate(parameters) if i >= spaces_and_device and parameter.kind in named
+    ]
 
 
 @configclass

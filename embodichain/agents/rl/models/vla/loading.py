@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from embodichain.agents.rl.models.observation import impossible_values
 from embodichain.agents.rl.models.registry import networks_fit
 from embodichain.agents.rl.models.vla.model import (
     VLAModel,
@@ -59,6 +60,8 @@ def load_vla_model(
     """
     saved = saved_config(model_path)
     name = class_name(model_class, saved, model_path)
+    if name is None and model_path is not None and not _settled(Path(model_path)).exists():
+        raise CheckpointError(f"{model_path}: expected the folder or the file of a model, but there is none")
     if name is None:
         where = "" if model_path is None else f", and {model_path} does not say it"
         raise ConfigError(f"model_class: expected the name of a model class{where}", "load_vla_model")
@@ -245,7 +248,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def set_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str, new: Collection[str] = ()) -> None:
-    """Load weights; raise ``CheckpointError`` with the first five misfits if names or shapes differ.
+    """Load weights; raise ``CheckpointError`` with the first five that differ in name or shape, or are impossible.
 
     Weights of the submodules ``new`` may be missing; they keep their values.
     """
@@ -260,11 +263,13 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str, ne
     for name, tensor in model.state_dict().items():
         if name in weights and tensor.is_floating_point() and not weights[name].is_floating_point():
             misfits.append(f"{name}: expected floating-point numbers, got {weights[name].dtype}")
+    what = "differ" if misfits else "have impossible values"
+    misfits = misfits or impossible_values(model, weights)
     if misfits:
         shown = "".join(f"\n  - {misfit}" for misfit in misfits[:5])
         rest = f"\n  ... and {len(misfits) - 5} more" if len(misfits) > 5 else ""
         raise CheckpointError(
-            f"{source} does not fit {type(model).__name__}: {len(misfits)} of {len(own)} entries differ{shown}{rest}"
+            f"{source} does not fit {type(model).__name__}: {len(misfits)} of {len(own)} entries {what}{shown}{rest}"
         )
     model.load_state_dict(dict(weights))
 
