@@ -1,5 +1,6 @@
 """Two arms that face each other across a table: lift a bar together, or hand over a stick."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -276,7 +277,8 @@ class HandOver(TwoArmTask):
 
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
         """The left arm brings the stick to the middle; the right one takes its other end and carries it to the goal."""
-        left, right = (self.tools[name].at(scene["qpos"]) for name in ("left", "right"))
+        # The stages of ``hand_over`` halve displacements themselves, so that no arm needs a smaller gain.
+        left, right = (replace(self.tools[name].at(scene["qpos"]), gain=2.0) for name in ("left", "right"))
         held, alone = (scene["held_left"] > 0, scene["held_right"] > 0), scene["alone"] > 0
         ends = scene["left_end"], scene["right_end"]
         giving, taking = hand_over(left, right, ends, self._meet.expand_as(ends[0]), held, (DOWN, DOWN))
