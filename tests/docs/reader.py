@@ -55,7 +55,7 @@ SMALLER: dict[str, dict[str, str]] = {
     "view": {"--num-envs": "2"},
 }
 """Flags that take the place of a command's own, or are added to it."""
-TRUSTED = ("point", "press_task", "disc_task", "frame_stack", "custom_everything")
+TRUSTED = ("point", "press_task", "disc_task", "frame_stack", "custom_everything", "mixture")
 """Modules of a reader's own, which the next page imports again."""
 SEVERAL = {"torchrun", "--workers", "--trainer.collector", "--seeds", "sweep"}
 """Commands with one of these start processes, which takes seconds; what another page has run is not run again."""

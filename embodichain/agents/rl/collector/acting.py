@@ -83,7 +83,7 @@ class Decider:
         if deferred:
             return PolicyStep(obs, state, parts[0], parts[1], None)
         if self._policy.has_decision:
-            return PolicyStep(obs, None, *parts[:3], decision=parts[3])
+            return PolicyStep(obs, None, parts[0], parts[1], parts[2], decision=parts[3])
         return PolicyStep(obs, state, *parts)
 
     def value(self, obs: Observation, state: Tensor | None) -> Tensor:
