@@ -36,6 +36,8 @@ _DEFAULT_EPISODE = 100  # steps, if neither the config nor the task defines a li
 class TaskEnv(VecEnv):
     """``num_envs`` copies of a task on one physics backend."""
 
+    max_episode_steps: int
+
     def __init__(self, cfg: GymCfg, task_class: type[Task], physics: Physics) -> None:
         self.cfg, self.physics = cfg, physics
         self.num_envs, self.device = physics.num_envs, physics.device
@@ -181,7 +183,7 @@ class TaskEnv(VecEnv):
 
     @property
     def _demonstration_steps(self) -> int:
-        return min(max(demonstrations.STEPS, self.max_episode_steps or 0), demonstrations.LONGEST)
+        return min(max(demonstrations.STEPS, self.max_episode_steps), demonstrations.LONGEST)
 
     def _begin_again(self) -> None:
         """Start the first episodes again."""
