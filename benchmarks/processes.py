@@ -24,19 +24,21 @@ def start(
     leads_group: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start ``python WORDS`` on some cores; all it starts belongs to its group if it leads one."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=cwd,
-            env=os.environ | {"PYTHONPATH": search_path()} | dict(variables or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=leads_group,
-        )
-    if chosen := list(cores):
-        os.sched_setaffinity(process.pid, chosen)  # before it has imported anything that counts them
-    return process
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, set(cores) or allowed)  # of this thread; what it starts inherits it
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, *words],
+                cwd=cwd,
+                env=os.environ | {"PYTHONPATH": search_path()} | dict(variables or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=leads_group,
+            )
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def stop(processes: Iterable[subprocess.Popen[bytes]], grace: float = GRACE) -> None:
