@@ -147,7 +147,9 @@ class _Trial:
             data.ctrl[self.actuators] = controls
             mujoco.mj_step(model, data)
         data.qpos[self._held] = self.parts.init
-        for joint in (model.joint(name).id for name in self.parts.hand):  # limits are soft, and a motor presses past them
+        for joint in (
+            model.joint(name).id for name in self.parts.hand
+        ):  # limits are soft, and a motor presses past them
             if model.jnt_limited[joint]:
                 address = int(model.jnt_qposadr[joint])
                 data.qpos[address] = np.clip(data.qpos[address], *model.jnt_range[joint])
