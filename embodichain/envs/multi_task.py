@@ -312,8 +312,8 @@ class TaskView(VecEnv):
     ) -> np.ndarray:
         return self.env.render(env_ids, camera, size)
 
-    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
-        return self.env.watch_ends(see)
+    def on_episode_end(self, callback: Callable[[Tensor], None] | None) -> bool:
+        return self.env.on_episode_end(callback)
 
     def prepare(self) -> None:
         self.env.prepare()

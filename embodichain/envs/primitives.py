@@ -33,8 +33,9 @@ Direction: TypeAlias = Sequence[float] | Tensor
 
 OPEN, CLOSED = 1.0, -1.0
 UP, DOWN, FORWARD, BACKWARD = (0.0, 0.0, 1.0), (0.0, 0.0, -1.0), (1.0, 0.0, 0.0), (-1.0, 0.0, 0.0)
-_GAIN = 2.0  # servos reach only part of a displacement within one step
-_GIVE = 0.02  # radians; servos whose force ends at a smaller displacement brake late, and get half of the gain
+GAIN = 2.0
+"""Factor on the displacements of a tool: servos reach only part of them within one step."""
+_SATURATES = 0.02  # radians; servos whose torque ends at a smaller displacement brake late, and get half of the gain
 _MAX_TURN = 0.15  # maximum rotation per step, in radians
 _CLEARANCE = 0.1  # distance from which a tool approaches an object, in metres
 
@@ -71,7 +72,7 @@ class Tool:
     """Initial orientation of the tool, ``[1, 3, 3]``, which stages keep by default."""
     arm: str | None = None
     """Name of the arm that carries it, if there are several."""
-    gain: float = _GAIN
+    gain: float = GAIN
     """Factor on displacements: servos reach only part of them within one step."""
 
     def stage(
@@ -129,7 +130,7 @@ class ToolArm:
 
 def gain_of(arm: Arm) -> float:
     """Return the factor on the displacements of an arm's tool."""
-    return _GAIN if arm.give > _GIVE else 0.5 * _GAIN
+    return GAIN if arm.saturation > _SATURATES else 0.5 * GAIN
 
 
 def sequence(*stages: Stage) -> Stage:

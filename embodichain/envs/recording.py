@@ -283,7 +283,7 @@ class EpisodeRecorder:
         self._finished = self._steps = 0
         self._end_drawn = False
         self._points: dict[tuple[str, str], list[np.ndarray]] = {}
-        env.watch_ends(self._see_ends)
+        env.on_episode_end(self._keep_ends)
 
     def watch(self, step: Step) -> None:
         """Record one step of :func:`roll`."""
@@ -295,7 +295,7 @@ class EpisodeRecorder:
         if not step.left[self.env_id]:  # what this env does from now on belongs to no episode that counts
             self.episodes = self._finished
         if self._finished >= self.episodes:
-            self.env.watch_ends(None)
+            self.env.on_episode_end(None)
             return
         self._add_points(step.obs)
         if self.problem is None and self._steps % self._stride == 0:
@@ -315,14 +315,14 @@ class EpisodeRecorder:
 
     def close(self) -> None:
         """Discard an unfinished video."""
-        self.env.watch_ends(None)
+        self.env.on_episode_end(None)
         self._video.close(keep=False)
 
     def _draw(self) -> np.ndarray:
         self.still = image = self.env.render([self.env_id], self._camera, self._size)[0]
         return image
 
-    def _see_ends(self, ended: Tensor) -> None:
+    def _keep_ends(self, ended: Tensor) -> None:
         """Draw the state in which the episode ended; called before the next one begins."""
         if self.problem is None and not self._end_drawn and bool(ended[self.env_id]):
             with self._keeping_errors():

@@ -247,7 +247,7 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
         )
     if is_simulated_here(cfg):
         task = _TASKS[cfg.id].task
-        if cfg.robot.mjcf != task.default_cfg().robot.mjcf or cfg.robot.uid != task.default_cfg().robot.uid:
+        if cfg.robot != task.default_cfg().robot:
             from embodichain.envs.task_starts import with_start  # slow to import, and for other robots only
 
             cfg = with_start(cfg, task)

@@ -4,6 +4,7 @@
 """
 
 import importlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,6 +171,20 @@ def servo_scale(model: mujoco.MjModel, actuator: int) -> tuple[float, float]:
     return float(-slope * model.actuator_gear[actuator, 0] / gain), float(-offset / gain)
 
 
+def saturation(model: mujoco.MjModel, joint: int, actuator: int) -> float:
+    """Return the displacement of a joint from its target at which its servo gives its maximum torque; may be infinite.
+
+    Torques are limited at the actuator (``forcerange``, times the gear) or at the joint (``actuatorfrcrange``).
+    """
+    gear, limits = abs(float(model.actuator_gear[actuator, 0])), [math.inf]
+    if model.actuator_forcelimited[actuator]:
+        limits.append(gear * float(np.abs(model.actuator_forcerange[actuator]).min()))
+    if model.jnt_actfrclimited[joint]:
+        limits.append(float(np.abs(model.jnt_actfrcrange[joint]).min()))
+    stiffness = -(gear**2) * float(model.actuator_biasprm[actuator, 1])
+    return min(limits) / max(stiffness, 1e-9)
+
+
 class Arm:
     """One arm in a compiled model: its joints, fingers, motors and kinematics."""
 
@@ -204,10 +219,9 @@ class Arm:
         plain = all(scale == (1.0, 0.0) for scale in scales)
         self.control_scale = None if plain else floats(scales).unbind(1)
         """Factors and offsets that turn joint targets into controls; ``None`` if they are equal."""
-        weak = [i for i in servos if i is not None and model.actuator_forcelimited[i]]
-        forces = [model.actuator_forcerange[i, 1] / max(model.actuator_gainprm[i, 0], 1e-9) for i in weak]
-        self.give = float(min(forces, default=np.inf))
-        """Displacement from its target, in radians, at which the first of the servos gives its maximum force."""
+        saturations = [saturation(model, joint, i) for joint, i in zip(ids, servos, strict=True) if i is not None]
+        self.saturation = min(saturations, default=math.inf)
+        """Displacement from its target, in radians, at which the first of the servos gives its maximum torque."""
         self.site = None if parts.site is None else prefix + parts.site
         self.chain: SerialChain | None = None
         if self.site is not None:

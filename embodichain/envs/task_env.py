@@ -62,7 +62,7 @@ class TaskEnv(VecEnv):
         self._one = torch.ones((), dtype=torch.int64, device=self.device)
         self.on_step: Callable[[Tensor], None] | None = None
         """Called after every step with the reward ``[num_envs]``; it must not modify anything."""
-        self._see_ends: Callable[[Tensor], None] | None = None
+        self._episode_end_callback: Callable[[Tensor], None] | None = None
         self._image_mask: Tensor | None = None
         """Bool ``[num_envs]``: envs that need images in the next observation; ``None`` means all."""
         noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731
@@ -161,13 +161,13 @@ class TaskEnv(VecEnv):
 
     def demonstrate(self) -> Demonstrations | None:
         """Return one demonstration of the expert in every env that succeeds; ``None`` if none does."""
-        nowhere = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        none = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
 
         def begin(seeds: Tensor) -> tuple[ResetState, Tensor]:
             self._scene = None
             start = self._resets.begin(self._all, seeds)
             solved = self.task.success(self._measurements())
-            return start, nowhere if solved is None else solved
+            return start, none if solved is None else solved
 
         def step() -> tuple[Tensor, Tensor]:
             action = self.action_manager.unwrap(self.expert_action(), self._step)
@@ -175,9 +175,9 @@ class TaskEnv(VecEnv):
             self._simulate()
             scene = self._measure()
             self._score(scene, action)  # as in every step: a task may store there what its success depends on
-            solved = scene["success"] > 0 if "success" in scene else nowhere
+            solved = scene["success"] > 0 if "success" in scene else none
             parts = [part for part in (self.task.failed(scene), self.physics.diverged) if part is not None]
-            return solved, torch.stack([nowhere, *parts]).any(0)
+            return solved, torch.stack([none, *parts]).any(0)
 
         return Demonstrator(self.physics, self.task.variables, begin, step, self._demonstration_steps).record()
 
@@ -212,7 +212,7 @@ class TaskEnv(VecEnv):
 
     def step(self, action: Action) -> StepResult:
         applied = self.action_manager.unwrap(action, self._step)
-        if self._graphed is not None and self._see_ends is None:  # on a GPU: CUDA graphs of the calls below
+        if self._graphed is not None and self._episode_end_callback is None:  # on a GPU: CUDA graphs of the calls below
             result = self._graphed(applied)
         else:
             self._act(applied)
@@ -259,7 +259,7 @@ class TaskEnv(VecEnv):
         self._packed, self._obs = packed, self._observations.unpack(packed)  # until the reset below
         final = self._obs
         done = outcome.terminated | outcome.truncated
-        self._show_ends(done)
+        self._report_ends(done)
         obs = self._reset_done(done, drawn)
         info = {
             "final_observation": final,
@@ -290,18 +290,18 @@ class TaskEnv(VecEnv):
             outcome.metrics.update(self._curricula.metrics())
         return outcome
 
-    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
-        self._see_ends = see
+    def on_episode_end(self, callback: Callable[[Tensor], None] | None) -> bool:
+        self._episode_end_callback = callback
         return True
 
-    def _show_ends(self, done: Tensor) -> None:
+    def _report_ends(self, done: Tensor) -> None:
         """Show the states of done envs, except those that diverged, which MuJoCo has reset already."""
-        if self._see_ends is None:
+        if self._episode_end_callback is None:
             return
         diverged = self.physics.diverged
         ended = done if diverged is None else done & ~diverged
         if bool(ended.any()):
-            self._see_ends(ended)
+            self._episode_end_callback(ended)
 
     def _reset_done(self, done: Tensor, drawn: Drawn | None = None) -> TensorDict:
         """Start the next episode where ``done`` ``[num_envs]`` is set, and return the observation of all envs."""
@@ -336,7 +336,7 @@ class TaskEnv(VecEnv):
         outcome = self._score(scene, applied)
         if self._observations.needs_every_step:
             self._build(scene, self._all)
-        self._show_ends(outcome.terminated | outcome.truncated)
+        self._report_ends(outcome.terminated | outcome.truncated)
         if self.on_step is not None:
             self.on_step(outcome.reward)
         return outcome

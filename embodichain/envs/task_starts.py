@@ -56,7 +56,7 @@ class ToolPose:
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialPosture:
     """Where an arm starts."""
 
     qpos: list[float]
@@ -77,7 +77,7 @@ class Posture:
     cost: float
 
 
-_known: dict[str, dict[str, Start]] = {}
+_known: dict[str, dict[str, InitialPosture]] = {}
 
 
 def with_start(cfg: GymCfg, task: type[Task]) -> GymCfg:
@@ -114,7 +114,7 @@ def _is_open(arm: ArmCfg, own: ArmCfg) -> bool:
     return not (arm.init_qpos or arm.init_tool or arm.walks or own.walks or not own.init_qpos or arm.mjcf == own.mjcf)
 
 
-def _find_starts(cfg: GymCfg, task: type[Task], own: RobotCfg, names: Sequence[str]) -> dict[str, Start]:
+def _find_starts(cfg: GymCfg, task: type[Task], own: RobotCfg, names: Sequence[str]) -> dict[str, InitialPosture]:
     """Return the starts of the arms for which a posture is found."""
     poses, specs = _tool_poses(own, names), _specs(cfg.robot)
     model = task.build_model(cfg)
@@ -141,7 +141,7 @@ def _find_starts(cfg: GymCfg, task: type[Task], own: RobotCfg, names: Sequence[s
                 "the task may be out of its reach; set %s.pos or init_qpos, or move the scene", key, cfg.id, at, key,
             )  # fmt: skip
             continue
-        found[name] = Start([round(float(q), 4) for q in posture.qpos] + _fingers(arm, pose), stand)
+        found[name] = InitialPosture([round(float(q), 4) for q in posture.qpos] + _fingers(arm, pose), stand)
         if posture.touched:
             touched = ", ".join(posture.touched)
             _LOG.warning("%s: at the start of %s, the arm touches %s; set init_qpos or pos", key, cfg.id, touched)
@@ -247,8 +247,7 @@ class _Postures:
     def __init__(self, model: mujoco.MjModel, robot: Robot, arm: Arm, parts: ArmParts, pose: ToolPose) -> None:
         self.model, self.robot, self.arm, self.parts, self.pose = model, robot, arm, parts, pose
         self.lower, self.upper = arm.lower.clamp_min(-np.pi), arm.upper.clamp_max(np.pi)
-        middle = (0.5 * (self.lower + self.upper)).tolist()
-        self.chain = SerialChain(model, str(arm.site), arm.joints, rest=middle)  # spare joints avoid their limits
+        self.chain = SerialChain(model, str(arm.site), arm.joints)  # without a rest posture, so that many are found
         self.data = mujoco.MjData(model)
         self.data.qpos[:] = robot.home(torch.tensor(model.qpos0)).numpy()
         mujoco.mj_kinematics(model, self.data)

@@ -215,11 +215,11 @@ class VecEnv(ABC):
         """Return uint8 images ``[len(env_ids), H, W, 3]`` of the current state."""
         raise EnvContractError(f"{type(self).__name__} has no camera")
 
-    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
-        """Call ``see`` with the mask ``[num_envs]`` of envs whose episodes just ended, before the next ones begin.
+    def on_episode_end(self, callback: Callable[[Tensor], None] | None) -> bool:
+        """Call ``callback`` with the mask ``[num_envs]`` of envs whose episodes just ended, before the next ones begin.
 
-        There, ``render`` shows the states in which the episodes ended. ``None`` stops it. Return whether this
-        environment can do so. In a chunk of actions, envs that ended before are seen again.
+        In the callback, ``render`` shows the states in which the episodes ended. ``None`` removes it. Return whether
+        this environment can do so. In a chunk of actions, the mask holds envs that ended earlier in the chunk, too.
         """
         return False
 

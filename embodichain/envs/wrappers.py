@@ -126,8 +126,8 @@ class ChunkedEnv(VecEnv):
     ) -> np.ndarray:
         return self.env.render(env_ids, camera, size)
 
-    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
-        return self.env.watch_ends(see)
+    def on_episode_end(self, callback: Callable[[Tensor], None] | None) -> bool:
+        return self.env.on_episode_end(callback)
 
     def prepare(self) -> None:
         self.env.prepare()
@@ -269,19 +269,19 @@ class GroupedEnv(VecEnv):
                 images[mine.cpu().numpy()] = group.render(local, camera, size)
         return images
 
-    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
-        def seen_in(rows: slice) -> Callable[[Tensor], None] | None:
-            if see is None:
+    def on_episode_end(self, callback: Callable[[Tensor], None] | None) -> bool:
+        def of_group(rows: slice) -> Callable[[Tensor], None] | None:
+            if callback is None:
                 return None
 
-            def see_rows(ended: Tensor) -> None:
-                everywhere = torch.zeros(self.num_envs, dtype=torch.bool, device=ended.device)
-                everywhere[rows] = ended
-                see(everywhere)
+            def call(ended: Tensor) -> None:
+                of_all = torch.zeros(self.num_envs, dtype=torch.bool, device=ended.device)
+                of_all[rows] = ended
+                callback(of_all)
 
-            return see_rows
+            return call
 
-        able = [group.watch_ends(seen_in(rows)) for group, rows in zip(self.groups, self.slices, strict=True)]
+        able = [group.on_episode_end(of_group(rows)) for group, rows in zip(self.groups, self.slices, strict=True)]
         return all(able)
 
     def prepare(self) -> None:

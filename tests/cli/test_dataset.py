@@ -227,12 +227,12 @@ def test_what_cannot_be_done_is_one_message(
 SEEN = ("observation", "segmentation", "front")
 
 
-def segmented(folder: Path, bodies: list[str]) -> Path:
+def segmented(folder: Path, bodies: list[str] | None) -> Path:
     """A folder of one episode in which a camera sees ids."""
     layout = FrameLayout((*LAYOUT.leaves, Leaf(SEEN, torch.int32, (2, 3, 1))))
-    names = {SEEN: bodies, ("observation", "robot", "qpos"): ["lift", "turn"]}
+    names = {("observation", "robot", "qpos"): ["lift", "turn"]} | ({SEEN: bodies} if bodies else {})
     episode = an_episode(0)
-    ids = (torch.arange(6, dtype=torch.int32) % len(bodies)).view(1, 2, 3, 1).expand(episode.length, 2, 3, 1)
+    ids = (torch.arange(6, dtype=torch.int32) % 3).view(1, 2, 3, 1).expand(episode.length, 2, 3, 1)
     with LeRobotWriter(folder, layout, 10, "none", "arm", names=names) as writer:
         writer.add(Episode({**episode.frames, SEEN: (ids,)}, episode.length, 1, True, task="lift it"))
     return folder
@@ -251,6 +251,9 @@ def test_ids_of_segmentations_have_names(tmp_path: Path, capsys: pytest.CaptureF
     other = segmented(tmp_path / "other", ["background", "world", "drawer"])
     told = run(capsys, "merge", folder, other, "--out", tmp_path / "both", code=2)
     assert "the ids of observation.segmentation.front are of other bodies" in told
+    unnamed = segmented(tmp_path / "unnamed", None)
+    told = run(capsys, "merge", folder, unnamed, "--out", tmp_path / "both", code=2)
+    assert "it is not known of which bodies the ids of observation.segmentation.front are" in told
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 
 from embodichain.envs import demonstrations
 from embodichain.envs.demonstrations import HEAD_START, Demonstrations, DemonstrationStarts
+from embodichain.envs.gymnasium_env import TaskGymnasiumEnv
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.registration import make, make_to_watch
 from embodichain.envs.task import ResetState
@@ -129,6 +130,29 @@ def test_evaluations_start_as_the_task_does():
     config = {"id": "PlaceInBinRL", "num_envs": 8, "seed": 0, "env": {"events": {"demonstration_starts": 1.0}}}
     with make_to_watch(config) as watched, starting(None, 8) as plain:
         assert_same_leaves(flat(watched.reset(seed=4)[0]), flat(plain.reset(seed=4)[0]))
+
+
+def test_episodes_of_gymnasium_are_shortened_alike():
+    """A limit that a wrapper keeps would not know how far an episode starts from success."""
+    settings = {"env": {"events": {"demonstration_starts": 1.0}}}
+    lengths = []
+    for env in (
+        TaskGymnasiumEnv("PlaceInBinRL", **settings),
+        gymnasium.make("embodichain/PlaceInBinRL-v0", **settings),
+    ):
+        with closing(env):
+            lengths.append([_steps(env, seed) for seed in range(4)])
+    assert lengths[0] == lengths[1]
+    assert max(lengths[0]) < 150
+
+
+def _steps(env: gymnasium.Env, seed: int) -> int:
+    """Return how long an episode takes in which nothing is done."""
+    env.reset(seed=seed)
+    for step in range(1, 200):
+        if any(env.step(0.0 * env.action_space.sample())[2:4]):
+            return step
+    raise AssertionError("the episode does not end")
 
 
 def test_tasks_of_several_start_as_they_do_where_they_are_watched():

@@ -22,7 +22,7 @@ def reach(**settings):
 def ends_of(env, qpos, steps=3):
     """Step with random actions; return the states seen at ends of episodes, and the results of the steps."""
     seen, results = [], []
-    assert env.watch_ends(lambda ended: seen.append((ended.tolist(), qpos())))
+    assert env.on_episode_end(lambda ended: seen.append((ended.tolist(), qpos())))
     env.reset(seed=3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -38,7 +38,7 @@ def test_the_ends_of_a_task_are_seen_before_the_next_episodes():
         assert (ended, others) == ([True, True], [])
         assert torch.equal(qpos.float(), info["final_observation"]["robot", "qpos"])
         assert not torch.equal(qpos.float(), obs["robot", "qpos"])
-        env.watch_ends(None)
+        env.on_episode_end(None)
         for _ in range(3):
             env.step(torch.zeros(2, *env.action_space.shape))
         assert len(seen) == 1
@@ -65,7 +65,7 @@ def test_groups_are_seen_in_their_own_rows():
     seen = []
     with reach() as one, reach() as other:
         env = GroupedEnv([one, other])
-        env.watch_ends(lambda ended: seen.append(ended.tolist()))
+        env.on_episode_end(lambda ended: seen.append(ended.tolist()))
         env.reset(seed=0)
         for _ in range(3):
             env.step(torch.zeros(4, *env.action_space.shape))
@@ -75,12 +75,12 @@ def test_groups_are_seen_in_their_own_rows():
 def test_the_ends_of_gymnasium_envs_are_seen_unless_they_reset_themselves():
     with make_gymnasium("CartPole-v1", 2, max_episode_steps=4, seed=0) as env:
         seen = []
-        env.watch_ends(lambda ended: seen.append([e.unwrapped.state for e in env.vector_env.unwrapped.envs]))
+        env.on_episode_end(lambda ended: seen.append([e.unwrapped.state for e in env.vector_env.unwrapped.envs]))
         env.reset(seed=0)
         for _ in range(4):
             *_, info = env.step(torch.ones(2, dtype=torch.int64))
         assert np.allclose(seen[0], info["final_observation"]["state"].numpy())
-    assert not GymnasiumVecEnv(SameStep(), max_episode_steps=10).watch_ends(print)
+    assert not GymnasiumVecEnv(SameStep(), max_episode_steps=10).on_episode_end(print)
 
 
 class Brightening(VecEnv):
@@ -89,7 +89,7 @@ class Brightening(VecEnv):
     def __init__(self, num_envs=2, shows_ends=True):
         self.num_envs, self.device, self.max_episode_steps = num_envs, torch.device("cpu"), 5
         self.action_space = gym.spaces.Box(-1.0, 1.0, (1,))
-        self.shows_ends, self.count, self.see = shows_ends, 0, None
+        self.shows_ends, self.count, self.callback = shows_ends, 0, None
 
     def _observe(self):
         return TensorDict({"step": torch.full((self.num_envs,), self.count)}, batch_size=[self.num_envs])
@@ -98,16 +98,16 @@ class Brightening(VecEnv):
         self.count = 0
         return self._observe(), {}
 
-    def watch_ends(self, see):
-        self.see = see if self.shows_ends else None
+    def on_episode_end(self, callback):
+        self.callback = callback if self.shows_ends else None
         return self.shows_ends
 
     def step(self, action):
         self.count += 1
         final, done = self._observe(), torch.full((self.num_envs,), self.count == 5)
         if done.all():
-            if self.see is not None:
-                self.see(done)
+            if self.callback is not None:
+                self.callback(done)
             self.count = 0
         info = {"final_observation": final, "rewards": {}, "metrics": {}}
         return self._observe(), torch.zeros(self.num_envs), done, torch.zeros_like(done), info
@@ -133,7 +133,7 @@ HOLD = 24  # frames of the end of an episode: 0.8 s
 def test_a_video_holds_the_end_of_an_episode(tmp_path, shows_ends, end):
     env = Brightening(shows_ends=shows_ends)
     assert brightness(env, tmp_path, 4) == ([0, 1, 2, 3, 4] + [end] * HOLD) * 2
-    assert env.see is None
+    assert env.callback is None
 
 
 def test_a_video_ends_with_the_last_episode_that_counts(tmp_path):

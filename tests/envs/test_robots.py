@@ -438,6 +438,20 @@ def test_two_arm_tasks(task, dim):
     assert returns["expert"] > max(returns["still"], returns["random"]) + 20.0
 
 
+@pytest.mark.parametrize(
+    ("drive", "joint"),
+    [
+        ('<position joint="j{}" kp="800" dampratio="1" forcerange="-4 6"/>', ""),
+        ('<position joint="j{}" kp="2" kv="0.1" gear="20" forcerange="-0.2 0.2"/>', ""),
+        ('<position joint="j{}" kp="800" dampratio="1"/>', ' actuatorfrcrange="-4 4"'),
+    ],
+)
+def test_servos_saturate_alike_wherever_their_torque_is_limited(save, drive, joint):
+    drives = "".join(drive.format(i) for i in range(7))
+    text = arm(drives=drives + PULL).replace(' class="arm"/>', f' class="arm"{joint}/>')
+    assert built(mjcf=save(text))[1].only_arm.saturation == pytest.approx(4.0 / 800.0)
+
+
 def test_robots_check_says_what_it_found(save, capsys, monkeypatch):
     """The printed config is one that works; a stuck joint and a free base are said."""
     monkeypatch.setenv("COLUMNS", "200")

@@ -58,6 +58,17 @@ def test_expert_solves_the_task_with_another_arm(robot, task):
     assert int(solved.sum()) >= 7
 
 
+@pytest.mark.parametrize("names", [["left"], ["left", "right"]])
+def test_expert_solves_the_task_where_some_of_several_arms_are_others(names):
+    arms = {name: {key: ROBOTS["panda"][key] for key in ("mjcf", "tool", "flange")} for name in names}
+    solved = torch.zeros(8, dtype=torch.bool)
+    with make("LiftBarRL", num_envs=8, seed=0, robot={"servos": True, "arms": arms}) as env:
+        for _ in range(env.max_episode_steps):
+            *_, info = env.step(env.expert_action())
+            solved |= info["metrics"]["success"] > 0
+    assert int(solved.sum()) >= 7
+
+
 def test_expert_keeps_a_button_pressed_with_another_arm():
     config = {"id": "PressTask", "num_envs": 8, "seed": 0, "robot": ROBOTS["panda"]}
     with make(config | {"env": {"terminate_on_success": False}}, trusted_modules=[PRESS_TASK]) as env:

@@ -185,6 +185,7 @@ def _check_chunks_fit(cfg: ImitateCfg, chunk_size: int, usual: int | None) -> No
 
     ``usual`` is the time limit of the trainer's environment.
     """
+    trained_in = cfg.trainer.environment if cfg.trainer.gym_config else {}
     for part in cfg.source.parts():
         if part.stream is None:
             continue
@@ -192,7 +193,7 @@ def _check_chunks_fit(cfg: ImitateCfg, chunk_size: int, usual: int | None) -> No
         environments = [entry.gym_config for entry in settings.tasks()]
         if not environments and isinstance(settings.gym_config, dict):
             environments = [settings.gym_config]
-        own = cfg.trainer.environment.get("id") if cfg.trainer.gym_config else None
+        own = None if "max_episode_steps" in trained_in else trained_in.get("id")
         limits = [
             given.get("max_episode_steps") or (usual if given.get("id") == own else settings.max_episode_steps)
             for given in environments

@@ -112,7 +112,7 @@ class GymnasiumVecEnv(VecEnv):
         self.supports_state = self._states is not None
         self._elapsed = np.zeros(self.num_envs, dtype=np.int64)
         self._episode = np.full(self.num_envs, -1, dtype=np.int64)
-        self._see_ends: Callable[[Tensor], None] | None = None
+        self._episode_end_callback: Callable[[Tensor], None] | None = None
         self._rows: Rows | None = None  # last returned observation; None before the first reset
 
     @classmethod
@@ -180,8 +180,8 @@ class GymnasiumVecEnv(VecEnv):
         if self._mode is AutoresetMode.SAME_STEP and native_end.any():
             reached = self._final_rows(rows, infos, native_end)
         if done.any():
-            if self._see_ends is not None:
-                self._see_ends(torch.from_numpy(done).to(self.device))
+            if self._episode_end_callback is not None:
+                self._episode_end_callback(torch.from_numpy(done).to(self.device))
             self._rows = self._reset_done(rows, done, native_end)
         obs = self._tensordict(self._rows)
         info = {
@@ -247,10 +247,10 @@ class GymnasiumVecEnv(VecEnv):
         images = [_rgb_image(frame).resize(size[::-1], Image.Resampling.BILINEAR) for frame in frames]
         return np.stack([np.asarray(image) for image in images])
 
-    def watch_ends(self, see: Callable[[Tensor], None] | None) -> bool:
+    def on_episode_end(self, callback: Callable[[Tensor], None] | None) -> bool:
         if self._mode is AutoresetMode.SAME_STEP:  # the vector env has begun the next episodes already
             return False
-        self._see_ends = see
+        self._episode_end_callback = callback
         return True
 
     def close(self) -> None:

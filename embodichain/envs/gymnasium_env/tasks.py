@@ -85,7 +85,8 @@ class RegisteredTaskEnv(TaskGymnasiumEnv):
 
             cfg = load_gym_config(config, **overrides)
             usual = load_gym_config(cfg.id).max_episode_steps
-            config = cfg.replace(max_episode_steps=NO_LIMIT) if cfg.max_episode_steps == usual else cfg
+            starts = cfg.env.events.demonstration_starts  # these shorten the limit of some episodes
+            config = cfg.replace(max_episode_steps=NO_LIMIT) if cfg.max_episode_steps == usual and not starts else cfg
             overrides = {}
         super().__init__(config, render_mode, **overrides)
 

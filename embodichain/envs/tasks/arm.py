@@ -9,13 +9,13 @@ from embodichain.envs.actions import RobotActionManager, chain_of
 from embodichain.envs.env_cfg import ActionsCfg, EnvCfg, EventsCfg, GymCfg, JointTermCfg, PoseRangeCfg, RobotCfg
 from embodichain.envs.kinematics import length, rotation_error
 from embodichain.envs.physics import Physics
+from embodichain.envs.primitives import GAIN
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task, draw_poses
 
 HALF_CUBE = 0.025
 _MAX_TURN = 0.15  # largest rotation of the expert per step, in radians
-_GAIN = 2.0  # servos reach only part of a displacement within one step
 
 
 def arm_cfg(id: str, steps: int, threshold: float, events: EventsCfg, scale: float, robot: RobotCfg) -> GymCfg:
@@ -123,7 +123,7 @@ class ArmTask(Task):
         target = self._down if yaw is None else torch.bmm(_about_z(yaw), self._down.expand(yaw.shape[0], 3, 3))
         rotation = self.chain.pose(scene["qpos"][:, : self.robot.num_joints])[1]
         turn = rotation_error(target, rotation).clamp(-_MAX_TURN, _MAX_TURN)
-        return actions.encode(scene["qpos"], torch.cat((_GAIN * by, turn), dim=-1), grip)
+        return actions.encode(scene["qpos"], torch.cat((GAIN * by, turn), dim=-1), grip)
 
 
 def _columns(physics: Physics, robot: Robot, has_cube: bool) -> Tensor:

@@ -25,7 +25,7 @@ from embodichain.envs.env_cfg import (
 from embodichain.envs.fixtures import turn
 from embodichain.envs.kinematics import dot, length, mean_square
 from embodichain.envs.physics import Physics
-from embodichain.envs.primitives import DOWN, OPEN, ToolArm, either, grasp, hand_over
+from embodichain.envs.primitives import DOWN, GAIN, OPEN, ToolArm, either, grasp, hand_over
 from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import ResetState, Scene, Task
@@ -278,7 +278,7 @@ class HandOver(TwoArmTask):
     def expert_action(self, scene: Scene, actions: RobotActionManager) -> Tensor:
         """The left arm brings the stick to the middle; the right one takes its other end and carries it to the goal."""
         # The stages of ``hand_over`` halve displacements themselves, so that no arm needs a smaller gain.
-        left, right = (replace(self.tools[name].at(scene["qpos"]), gain=2.0) for name in ("left", "right"))
+        left, right = (replace(self.tools[name].at(scene["qpos"]), gain=GAIN) for name in ("left", "right"))
         held, alone = (scene["held_left"] > 0, scene["held_right"] > 0), scene["alone"] > 0
         ends = scene["left_end"], scene["right_end"]
         giving, taking = hand_over(left, right, ends, self._meet.expand_as(ends[0]), held, (DOWN, DOWN))

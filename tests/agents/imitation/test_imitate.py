@@ -460,6 +460,13 @@ def test_chunks_longer_than_episodes_are_told_before_anything_is_simulated(tmp_p
         imitate(tmp_path / "a", STREAM, FLOW | {"chunk_size": 11}, enable_eval=False)
 
 
+def test_a_stream_with_an_environment_of_its_own_has_its_time_limit(tmp_path):
+    """The trainer's environment has the same id, and episodes of ten steps."""
+    stream = {"stream": STREAM["stream"] | {"gym_config": {"id": "ReachRL", "num_envs": 4, "num_threads": 1}}}
+    with opened_imitation(ImitateCfg.from_dict(config(tmp_path / "a", stream, FLOW | {"chunk_size": 11}))) as trainer:
+        assert trainer.learner.chunk_size == 11
+
+
 def test_a_run_without_an_environment_is_evaluated_in_the_one_that_is_given(tmp_path, recorded, capsys):
     run, words = tmp_path / "run", ["--episodes", "2"]
     settings = config(run, {"dataset": str(recorded)})

@@ -406,3 +406,14 @@ def test_impossible_weights_are_named():
     state["1.weight"][0, 0] = float("nan")
     with pytest.raises(CheckpointError, match=r"1\.weight: expected finite numbers, 1 of 2 are not|0\.m2: .*1 more"):
         load_weights(layers, state, "x")
+
+
+def test_buffers_may_be_infinite_but_not_statistics_and_nothing_is_nan():
+    layers = torch.nn.Sequential(RunningNormalizer(2), torch.nn.Linear(2, 1))
+    layers.register_buffer("best_return", torch.tensor(-math.inf))
+    state = {name: value.clone() for name, value in layers.state_dict().items()}
+    load_weights(layers, state, "x")
+    for name, value in (("best_return", math.nan), ("0.mean", math.inf), ("0.shift", math.nan), ("1.bias", math.inf)):
+        wrong = {key: torch.full_like(kept, value) if key == name else kept for key, kept in state.items()}
+        with pytest.raises(CheckpointError, match=rf"{name}: expected finite numbers, (\d) of \1 are not"):
+            load_weights(layers, wrong, "x")

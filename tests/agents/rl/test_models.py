@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import gymnasium as gym
 import numpy as np
@@ -12,7 +13,6 @@ from tensordict import TensorDict
 from torch import nn
 
 from embodichain.agents.rl.models import (
-    MLP,
     ActorCritic,
     ActorOnly,
     Policy,
@@ -22,7 +22,7 @@ from embodichain.agents.rl.models import (
     register_policy,
 )
 from embodichain.agents.rl.models import mlp as mlp_module
-from embodichain.agents.rl.models.mlp import Linear, Tanh
+from embodichain.agents.rl.models.mlp import MLP, Linear, Tanh
 from embodichain.agents.rl.utils import flatten_dict_observation
 from embodichain.errors import ConfigError, ObservationError, UnknownNameError
 from tests.agents.rl.helpers import LinearPolicy, ScriptedEnv, box, make_policy, network
@@ -149,6 +149,21 @@ def test_products_that_cannot_be_convolutions_are_left_to_torch(monkeypatch: pyt
     assert torch.equal(Linear(0, 96, bias=False)(torch.empty(1024, 0)), torch.zeros(1024, 96))
     traced = torch.jit.trace(layer, inputs)
     assert torch.equal(traced(inputs[:7]), torch.nn.functional.linear(inputs[:7], layer.weight, layer.bias))
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
+def test_products_can_be_traced_scripted_and_computed_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlp_module, "_convolves_faster", lambda: True)
+    network, inputs = MLP(256, 4, [64], activation="relu"), torch.randn(1024, 256)
+    traced = torch.fx.symbolic_trace(network)
+    assert torch.equal(traced(inputs), network(inputs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(network)
+    assert torch.equal(scripted(inputs), network(inputs))
+    monkeypatch.delattr(torch.nn.functional, "conv2d")
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert network(inputs).shape == (1024, 4)
 
 
 # --- policies ---

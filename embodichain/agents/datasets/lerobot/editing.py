@@ -68,7 +68,9 @@ def open_folders(folders: Sequence[Path]) -> list[LeRobotReader]:
         for feature in first.features:  # ids of a segmentation mean bodies of one scene
             named = [reader.names.get(feature.leaf.key) for reader in (first, other)]
             if is_segmentation(feature.leaf.key) and named[0] != named[1]:
-                problems.append(f"{where} the ids of {feature.name} are of other bodies")
+                unnamed = "it is not known of which bodies the ids of {} are"
+                problem = unnamed if None in named else "the ids of {} are of other bodies"
+                problems.append(f"{where} {problem.format(feature.name)}")
     if problems:
         raise DatasetError("the folders cannot be merged:\n" + "\n".join(f"  - {problem}" for problem in problems))
     return readers

@@ -67,24 +67,32 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        jit: Any = torch.jit
-        is_traced = torch.compiler.is_compiling() or jit.is_tracing()  # for other numbers of rows, too
-        if not input.is_cpu or is_traced or not _convolves_faster():
-            return super().forward(input)
-        rows = input.shape[:-1].numel()
-        is_large = rows * self.weight.numel() > _WORK and min(self.in_features, self.out_features) >= _NARROWEST
-        is_plain = input.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        fits = is_large and is_plain and input.shape[-1] == self.in_features
-        count = next((count for count in _IMAGES if rows % count == 0), None) if fits else None
-        if count is None:
-            return super().forward(input)
-        images = input.reshape(count, -1, 1, self.in_features).permute(0, 3, 1, 2)
-        product = functional.conv2d(images, self.weight[:, :, None, None], self.bias)
-        return product.permute(0, 2, 3, 1).reshape(*input.shape[:-1], self.out_features)
+        return _linear(input, self.weight, self.bias)
+
+
+@torch.fx.wrap
+@torch.jit.ignore
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    jit: Any = torch.jit
+    is_traced = torch.compiler.is_compiling() or jit.is_tracing()  # for other numbers of rows, too
+    if not input.is_cpu or is_traced or not (_convolves_faster() and torch.backends.mkldnn.enabled):
+        return functional.linear(input, weight, bias)
+    outputs, inputs = weight.shape
+    rows = input.shape[:-1].numel()
+    is_large = rows * weight.numel() > _WORK and min(inputs, outputs) >= _NARROWEST
+    is_plain = input.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    fits = is_large and is_plain and input.shape[-1] == inputs
+    count = next((count for count in _IMAGES if rows % count == 0), None) if fits else None
+    if count is None:
+        return functional.linear(input, weight, bias)
+    images = input.reshape(count, -1, 1, inputs).permute(0, 3, 1, 2)
+    product = functional.conv2d(images, weight[:, :, None, None], bias)
+    return product.permute(0, 2, 3, 1).reshape(*input.shape[:-1], outputs)
 
 
 @cache
 def _convolves_faster() -> bool:
+    """Return whether this is an AMD processor on which torch has both libraries, and oneDNN uses AVX-512."""
     backends: Any = torch.backends
     if not (backends.mkl.is_available() and backends.mkldnn.is_available()):
         return False

@@ -84,6 +84,9 @@ class RunningNormalizer(SharedStatistics):
 
     def impossible(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         """Yield name and problem of those ``values`` of the buffers that no data leads to."""
+        for name, value in values.items():
+            if not _is_finite(value):
+                yield name, _not_finite(~value.isfinite())
         if "m2" in values and bool((values["m2"] < 0.0).any()):
             yield "m2", f"expected sums of squares of at least 0, got {float(values['m2'].min()):g}"
         if "scale" in values and bool((values["scale"] <= 0.0).any()):
@@ -91,18 +94,27 @@ class RunningNormalizer(SharedStatistics):
 
 
 def impossible_values(module: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """Return which ``weights`` of a module are not finite, or are statistics that no data leads to, one line each."""
+    """Return which ``weights`` of a module are not finite, or are statistics that no data leads to, one line each.
+
+    Buffers, such as masks and bounds, may be infinite, but not NaN.
+    """
     found = {}
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in weights.items():
         if value.is_floating_point() and not _is_finite(value):
-            count = int((~value.isfinite()).sum())
-            found[name] = f"expected finite numbers, {count} of {value.numel()} are not"
+            wrong = ~value.isfinite() if name in parameters else value.isnan()
+            if bool(wrong.any()):
+                found[name] = _not_finite(wrong)
     for prefix, part in module.named_modules():
         if isinstance(part, RunningNormalizer):
             path = f"{prefix}." if prefix else ""
-            own = {key: weights[path + key] for key in ("m2", "scale") if path + key in weights}
+            own = {key: weights[path + key] for key, _ in part.named_buffers() if path + key in weights}
             found = {path + key: problem for key, problem in part.impossible(own)} | found
     return [f"{name}: {problem}" for name, problem in found.items()]
+
+
+def _not_finite(wrong: Tensor) -> str:
+    return f"expected finite numbers, {int(wrong.sum())} of {wrong.numel()} are not"
 
 
 def _is_finite(values: Tensor) -> bool:
