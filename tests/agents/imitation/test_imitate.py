@@ -396,12 +396,12 @@ def test_dagger_lets_the_policy_act_and_continues_with_it(tmp_path):
         engine = trainer.source.engine
         assert trainer.train().global_step == 12
         assert {engine.episode_info(row).policy_version for row in range(4)} <= {-1, 4, 8, 12}
-        for _ in range(200):  # the last weights act until the next ones come
+
+        def last_weights_acted() -> bool:  # they act until the next ones come
             trainer.source.sample(8)
-            if all(engine.episode_info(row).policy_version == 12 for row in range(4)):
-                break
-        else:
-            pytest.fail("the weights of the last step never acted")
+            return all(engine.episode_info(row).policy_version == 12 for row in range(4))
+
+        wait_until(last_weights_acted)
         trainer.source.sample(8)
         assert trainer.source.statistics()["stream/expert_acted"] < 1.0
         trainer.restore(load_checkpoint(find_checkpoint(tmp_path / "run")))
