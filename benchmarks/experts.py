@@ -74,7 +74,7 @@ class Args:
     """What to measure."""
 
     tasks: tuple[str, ...] = ()
-    """Ids of tasks; default: all of the package."""
+    """Ids of tasks; default: all of the package, and with ``--robot`` all that arms do."""
     starts: int = 200
     """Episodes per seed, each from a start of its own."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -90,6 +90,12 @@ def other_arm(name: str, task: str) -> dict[str, Any]:
     arm = {"mjcf": f"{_ASSETS}/robots/{name}/robot.xml", "flange": "right_hand", "servos": True}
     arm |= {"tool": f"{_ASSETS}/grippers/panda_gripper.xml"}
     return arm | ({"arms": _FACING} if load_gym_config(task).robot.arms else {})
+
+
+def has_arms(task: str) -> bool:
+    """Return whether arms with tools do a task."""
+    robot = load_gym_config(task).robot
+    return bool(robot.arms) or robot.tool is not None
 
 
 def measure(task: str, starts: int, seed: int, robot: str | None = None) -> dict[str, float]:
@@ -192,6 +198,8 @@ def main(args: Args) -> None:
         results["tasks"] = json.loads(RESULTS.read_text())["tasks"]
     results["machine"] = platform.machine()
     known = {spec.id: spec for spec in list_envs() if spec.id in TASKS}
+    if args.robot is not None:
+        known = {task: spec for task, spec in known.items() if has_arms(task)}
     for task in (args.tasks or known) if args.run else ():
         if known[task].task.has_expert():
             runs = {str(seed): measure(task, args.starts, seed, args.robot) for seed in args.seeds}
