@@ -115,11 +115,11 @@ class SerialChain:
             linear, angular = torch.where(slides, axes, linear), angular.masked_fill(slides, 0.0)
         return torch.cat((linear, angular), dim=-1).transpose(1, 2)
 
-    def inverse_step(self, qpos: Tensor, twist: Tensor, damping: float = 0.05) -> Tensor:
+    def inverse_step(self, qpos: Tensor, twist: Tensor, damping: float = 0.05, rest: Tensor | None = None) -> Tensor:
         """Return ``dq = J^T (J J^T + damping^2 I)^-1 twist`` ``[n, num_joints]`` for a site twist ``[n, 6]``.
 
-        Redundant joints move towards the rest posture in the null space. With fewer than six joints, position takes
-        precedence over orientation.
+        Redundant joints move towards the ``rest`` posture (default: the chain's) in the null space. With fewer than six
+        joints, position takes precedence over orientation.
         """
         jacobian = self.jacobian(qpos)
         if self._weights is not None:
@@ -127,10 +127,11 @@ class SerialChain:
         gram = torch.bmm(jacobian, jacobian.transpose(1, 2))
         one = torch.eye(6, device=qpos.device)
         step = _times(jacobian.transpose(1, 2), solve_spd(gram + damping**2 * one, twist))
-        if self._rest is None:
+        rest = self._rest if rest is None else rest
+        if rest is None or self.num_joints <= 6:
             return step
         # dq += (I - J^# J) z, z towards the rest posture. With the damping of the twist, z would hold the tool off.
-        spare = _REST_GAIN * (self._rest - qpos)
+        spare = _REST_GAIN * (rest - qpos)
         moved = solve_spd(gram + _NULL_DAMPING**2 * one, _times(jacobian, spare))
         return step + spare - _times(jacobian.transpose(1, 2), moved)
 

@@ -311,7 +311,9 @@ class _Postures:
                 distinct.append(one)
         return distinct
 
-    def _follow(self, qpos: Tensor, pos: Tensor, rotation: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _follow(
+        self, qpos: Tensor, pos: Tensor, rotation: Tensor, steps: int, rest: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Move the tool to poses; return the joint positions, the remaining distances and the remaining angles."""
         for step in range(steps + 1):
             at, now = self.chain.pose(qpos)
@@ -320,7 +322,7 @@ class _Postures:
                 break
             way = way * (0.1 / length(way).clamp_min(0.1)).unsqueeze(1)
             turn = turn * (0.3 / length(turn).clamp_min(0.3)).unsqueeze(1)
-            by = self.chain.inverse_step(qpos, torch.cat((way, turn), dim=1), damping=0.02)
+            by = self.chain.inverse_step(qpos, torch.cat((way, turn), dim=1), damping=0.02, rest=rest)
             qpos = torch.clamp(qpos + by.clamp(-0.3, 0.3), self.lower, self.upper)
         return qpos, length(way), length(turn)
 
@@ -329,7 +331,7 @@ class _Postures:
         count, number = qpos.shape[0], places.shape[0]
         rotation = self.chain.pose(qpos)[1].repeat_interleave(number, dim=0)
         starts, targets = qpos.repeat_interleave(number, dim=0), places.repeat(count, 1)
-        _, far, turned = self._follow(starts, targets, rotation, _MOVES)
+        _, far, turned = self._follow(starts, targets, rotation, _MOVES, rest=starts)
         return (far + 0.1 * turned > _THERE).view(count, number)
 
     def _touched(self, qpos: Tensor) -> list[str]:
