@@ -25,6 +25,7 @@ from embodichain.envs.multi_task import MULTI_TASK, make_multi_task
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.publishing import publish_if_asked
 from embodichain.envs.randomization import EVENTS, spare_rows
+from embodichain.envs.robot_files import is_ours
 from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.terms import OBSERVATIONS, REWARDS
@@ -247,7 +248,7 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
         )
     if is_simulated_here(cfg):
         task = _TASKS[cfg.id].task
-        if cfg.robot != task.default_cfg().robot:
+        if cfg.robot != task.default_cfg().robot or not is_ours(cfg.robot):
             from embodichain.envs.task_starts import with_start  # slow to import, and for other robots only
 
             cfg = with_start(cfg, task)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from embodichain.envs.env_cfg import ArmCfg, RobotCfg
@@ -103,6 +104,11 @@ def split_robot(robot: RobotCfg) -> list[RobotPart]:
     whole = _complete(base)
     shared = whole.replace(joints=[], tool_site=None, gripper=None, init_qpos=[], init_tool=None, flange=None)
     return [RobotPart(whole, {name: _over(shared, arm) for name, arm in robot.arms.items()}, PREFIX, "robot")]
+
+
+def is_ours(robot: RobotCfg) -> bool:
+    """Return whether all the arms of a robot are those of this package."""
+    return all(Path(str(part.cfg.mjcf)).parent == ASSETS for part in split_robot(robot))
 
 
 def _is_robot(arm: ArmCfg) -> bool:

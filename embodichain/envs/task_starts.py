@@ -8,6 +8,7 @@ high above the table, and from which the arm gets to the things of the scene.
 
 import copy
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,9 +22,11 @@ from embodichain.envs.env_cfg import ArmCfg, GymCfg, RobotCfg
 from embodichain.envs.grippers import closing_axis
 from embodichain.envs.kinematics import SerialChain, length, rotation_error
 from embodichain.envs.robot_adaptation import describe
-from embodichain.envs.robot_files import PREFIX, split_robot
+from embodichain.envs.robot_files import PREFIX, is_ours, split_robot
 from embodichain.envs.robots import Arm, ArmParts, ArmSpec, Robot
 from embodichain.envs.task import Task
+from embodichain.errors import ConfigError, nearest
+from embodichain.utils.torch_runtime import torch_threads
 
 _LOG = logging.getLogger(__name__)
 _SEARCHES, _STEPS, _TURNS = 40, 100, 8  # joint positions to start from, iterations, rotations about the tool's axis
@@ -40,6 +43,7 @@ _MISS, _TOUCH = 20.0, 10.0  # costs of a posture that reaches no place, and of o
 _HIGH = 0.6  # height in metres above which links score no better
 _SAME = 0.1  # radians by which joints of different postures differ
 _KEPT = 16  # number of searches in the cache
+_LONG = 5.0  # seconds after which a search is worth a line in the log
 
 
 @dataclass(frozen=True)
@@ -81,19 +85,28 @@ _known: dict[str, dict[str, InitialPosture]] = {}
 
 
 def with_start(cfg: GymCfg, task: type[Task]) -> GymCfg:
-    """Return a config whose robot, if it is another one than the task's and may start anywhere, has ``init_qpos``."""
+    """Return a config whose robot, if it is another one than the task's and may start anywhere, has ``init_qpos``.
+
+    What an arm does not reach, or touches at the start, is logged.
+    """
     own = task.default_cfg().robot
     arms, theirs = _arms(cfg.robot), _arms(own)
+    _check_names(cfg, list(arms), list(theirs))
     free = [name for name, arm in arms.items() if name in theirs and _is_open(arm, theirs[name])]
-    if not free:
-        return cfg
     events = (cfg.env.events.randomize_object_pose, cfg.env.events.randomize_target)
     key = str((task, cfg.robot, own, cfg.env.scene, events))
     if key not in _known:
         if len(_known) >= _KEPT:
             _known.pop(next(iter(_known)))
-        _known[key] = _find_starts(cfg, task, own, free)
+        began = time.perf_counter()
+        with torch_threads(1):  # the tensors are small, and threads would wait for each other
+            _known[key] = _find_starts(cfg, task, own, free) if free else _check_reach(cfg, task)
+        took = time.perf_counter() - began
+        if took > _LONG:
+            _LOG.info("%s: searching the posture in which the robot starts took %.0f s", cfg.id, took)
     found = _known[key]
+    if not found:
+        return cfg
     if not cfg.robot.arms:
         if "" not in found:
             return cfg
@@ -103,6 +116,17 @@ def with_start(cfg: GymCfg, task: type[Task]) -> GymCfg:
         name: arm.replace(init_qpos=found[name].qpos) if name in found else arm for name, arm in cfg.robot.arms.items()
     }
     return cfg.replace(robot=cfg.robot.replace(arms=changed))
+
+
+def _check_names(cfg: GymCfg, given: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for an arm that a task of several named arms does not have."""
+    missing = [name for name in expected if name not in given]
+    unknown = [name for name in given if name not in expected]
+    if len(given) > 1 and len(expected) > 1 and missing and unknown:
+        raise ConfigError(
+            f"robot.arms: {cfg.id} needs arms called {' and '.join(map(repr, expected))}, got {unknown[0]!r}."
+            f"{nearest(unknown[0], missing)}"
+        )
 
 
 def _arms(robot: RobotCfg) -> dict[str, ArmCfg]:
@@ -145,13 +169,36 @@ def _find_starts(cfg: GymCfg, task: type[Task], own: RobotCfg, names: Sequence[s
         if posture.touched:
             touched = ", ".join(posture.touched)
             _LOG.warning("%s: at the start of %s, the arm touches %s; set init_qpos or pos", key, cfg.id, touched)
-        if posture.missed:
-            places = " and ".join(f"({', '.join(f'{value:.2f}' for value in place)})" for place in posture.missed[:2])
-            _LOG.warning(
-                "%s: the arm does not reach all places of %s with its tool turned as at the start, such as %s; move "
-                "the base (%s.pos) or the scene", key, cfg.id, places, key,
-            )  # fmt: skip
+        _warn_of_missed(cfg, key, posture.missed)
     return found
+
+
+def _warn_of_missed(cfg: GymCfg, key: str, missed: Sequence[tuple[float, ...]]) -> None:
+    if missed:
+        places = " and ".join(f"({', '.join(f'{value:.2f}' for value in place)})" for place in missed[:2])
+        _LOG.warning(
+            "%s: the arm does not reach all places of %s with its tool turned as at the start, such as %s; move "
+            "the base (%s.pos) or the scene", key, cfg.id, places, key,
+        )  # fmt: skip
+
+
+def _check_reach(cfg: GymCfg, task: type[Task]) -> dict[str, InitialPosture]:
+    """Warn of places that an arm, which starts where its config says, does not reach; return no start."""
+    robot = describe(cfg.robot)
+    if len(robot) != 1 or len(robot[0][1].arms) != 1 or is_ours(cfg.robot) or cfg.robot.walks:
+        return {}
+    model = task.build_model(cfg)
+    things, built = _places(cfg, model), Robot(model, robot)
+    arm = built.only_arm
+    if not things or arm is None or arm.site is None:
+        return {}
+    parts = _specs(cfg.robot)[""].parts
+    pose = _tool_poses(cfg.robot, [""])[""]
+    postures = _Postures(model, built, arm, parts, pose)
+    start = arm.init_qpos[: arm.num_joints].float().unsqueeze(0)
+    missed = postures.missed(start, torch.tensor(things))[0].tolist()
+    _warn_of_missed(cfg, "robot", [place for place, miss in zip(things, missed, strict=True) if miss])
+    return {}
 
 
 def _tool_poses(own: RobotCfg, names: Sequence[str]) -> dict[str, ToolPose]:
@@ -269,7 +316,7 @@ class _Postures:
         around = [tuple((pos + torch.tensor(by)).tolist()) for by in _AROUND]
         places = torch.tensor([*things, *around])
         ranked = sorted(found, key=self._cost)[:_TESTED]
-        missed = self._missed(torch.stack(ranked), places)
+        missed = self.missed(torch.stack(ranked), places)
         touched = [self._touched(qpos) for qpos in ranked]
         costs = [
             self._cost(qpos) + _MISS * float(miss.float().mean()) + _TOUCH * bool(names)
@@ -305,10 +352,10 @@ class _Postures:
         qpos, targets = starts.repeat_interleave(count, dim=0), self.rotations.repeat(_SEARCHES, 1, 1)
         qpos, far, turned = self._follow(qpos, pos.expand(qpos.shape[0], 3), targets, _STEPS)
         there = (far < _CLOSE) & ((turned < _ALIGNED) | (self.arm.num_joints < 6))
-        distinct: list[Tensor] = []
-        for one in qpos[there]:
-            if all(bool((one - other).abs().max() > _SAME) for other in distinct):
-                distinct.append(one)
+        left, distinct = qpos[there], []
+        while len(left):
+            distinct.append(left[0])
+            left = left[(left - left[0]).abs().amax(dim=1) > _SAME]
         return distinct
 
     def _follow(
@@ -326,7 +373,7 @@ class _Postures:
             qpos = torch.clamp(qpos + by.clamp(-0.3, 0.3), self.lower, self.upper)
         return qpos, length(way), length(turn)
 
-    def _missed(self, qpos: Tensor, places: Tensor) -> Tensor:
+    def missed(self, qpos: Tensor, places: Tensor) -> Tensor:
         """Return which places the tool does not reach from postures, with its orientation, bool ``[n, places]``."""
         count, number = qpos.shape[0], places.shape[0]
         rotation = self.chain.pose(qpos)[1].repeat_interleave(number, dim=0)

@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from embodichain.envs import registration
+from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.registration import load_gym_config, make
 from embodichain.envs.task_starts import with_start
 from embodichain.envs.tasks.drawer import OpenDrawer
+from embodichain.errors import ConfigError
 
 pytestmark = pytest.mark.extra("robots")
 ASSETS = "package://robosuite/models/assets"
@@ -20,6 +23,7 @@ ROBOTS = {
     }
     for name in ("panda", "sawyer")
 }
+HOME = [0.1, 0.1, 0.1, -1.5, 0.1, 1.6, 0.1]
 PRESS_TASK = str(Path(__file__).parents[2] / "examples/envs/press_task.py")
 
 
@@ -35,7 +39,7 @@ def test_tool_points_at_the_drawers_with_one_finger_above_the_other():
 
 
 def test_own_arm_and_given_postures_stay_as_they_are():
-    for config in ({"id": "OpenDrawerRL"}, {"id": "OpenDrawerRL", "robot": ROBOTS["panda"] | {"init_qpos": [0.1] * 7}}):
+    for config in ({"id": "OpenDrawerRL"}, {"id": "OpenDrawerRL", "robot": ROBOTS["panda"] | {"init_qpos": HOME}}):
         cfg = load_gym_config(config)
         assert with_start(cfg, OpenDrawer) is cfg
 
@@ -44,6 +48,34 @@ def test_an_arm_that_stands_too_far_away_is_warned_of(caplog):
     cfg = load_gym_config({"id": "OpenDrawerRL", "robot": ROBOTS["sawyer"] | {"pos": [-2.0, 0.0, 0.0]}})
     assert with_start(cfg, OpenDrawer) is cfg
     assert "does not reach the pose in which the tool of OpenDrawerRL starts" in caplog.text
+
+
+class DrawerFarAway(OpenDrawer):
+    """A task whose own robot is another one, and does not reach the cabinet."""
+
+    @classmethod
+    def default_cfg(cls):
+        robot = RobotCfg.from_dict(ROBOTS["sawyer"] | {"pos": [-2.0, 0.0, 0.0]})
+        return OpenDrawer.default_cfg().replace(id="DrawerFarAway", robot=robot)
+
+
+def test_places_out_of_reach_are_warned_of_where_the_posture_is_given(monkeypatch, caplog):
+    """Also where the task's own config names the robot; not for robots of this package."""
+    monkeypatch.setitem(registration._TASKS, "DrawerFarAway", registration.EnvSpec("DrawerFarAway", DrawerFarAway))
+    make("DrawerFarAway").close()
+    assert "robot: the arm does not reach all places of DrawerFarAway" in caplog.text
+    caplog.clear()
+    make({"id": "PickCubeRL", "robot": ROBOTS["panda"] | {"init_qpos": HOME, "pos": [-2.0, 0.0, 0.0]}}).close()
+    assert "does not reach all places of PickCubeRL" in caplog.text
+    caplog.clear()
+    make("PickCubeRL").close()
+    assert not caplog.text
+
+
+def test_arms_that_the_task_does_not_have_are_named_before_a_search():
+    arms = {"lefft": {"pos": [0.5, 0.7, 0.0]}, "right": {"pos": [0.5, -0.7, 0.0]}}
+    with pytest.raises(ConfigError, match=r"needs arms called 'left' and 'right', got 'lefft'\. Did you mean 'left'"):
+        make({"id": "LiftBarRL", "robot": ROBOTS["panda"] | {"arms": arms}})
 
 
 @pytest.mark.parametrize(
