@@ -95,6 +95,10 @@ def _list(console: Console) -> int:
 def _check(console: Console, args: CheckArgs) -> int:
     from embodichain.envs.robot_check import check_robot
 
+    if args.image is not None:
+        from embodichain.envs.recording import prepare_output
+
+        prepare_output(args.image, (".png",))
     cfg = _config(args)
     with console.status(f"moving the joints of {args.file} ..."), _camera(args) as frame:
         report = check_robot(cfg, frame)
@@ -183,6 +187,9 @@ def _print_parts(console: Console, report: RobotReport) -> None:
             driven = f"{fingers}, driven by {', '.join(grip.actuators)}, {wide}" if grip else "none"
             table.add_row("  gripper", escape(driven))
             table.add_row("  start", parts.init_from)
+            if arm.name in report.places:
+                base, tool = (", ".join(f"{value + 0.0:.3f}" for value in at) for at in report.places[arm.name])
+                table.add_row("", f"with the base at ({base}) and the tool at ({tool})")
         if spec.locked:
             table.add_row("held", escape(", ".join(spec.locked)))
         if spec.dropped:

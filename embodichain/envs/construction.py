@@ -14,7 +14,7 @@ import mujoco
 
 from embodichain.envs.env_cfg import GymCfg, RobotCfg, mounted_cameras
 from embodichain.envs.fixtures import COLORS, add_fixture
-from embodichain.envs.model_files import ASSETS, check_finite, find_file, read_spec
+from embodichain.envs.model_files import ASSETS, check_finite, find_file, read_spec, take_settings
 from embodichain.envs.physics import Physics
 from embodichain.envs.postures import base_pose
 from embodichain.envs.randomization import prepare_spec
@@ -118,7 +118,7 @@ def add_robot(spec: mujoco.MjSpec, robot: RobotCfg) -> None:
     """Attach the robot of a config, with all its arms, to a scene."""
     for part in split_robot(robot):
         child, _ = adapted(part)
-        child.option = spec.option  # avoids conflicts with the scene's options
+        take_settings(child, spec)
         pos, quat = base_pose(part.cfg)
         spec.attach(child, frame=spec.worldbody.add_frame(pos=pos, quat=quat), prefix=part.prefix)
 

@@ -62,7 +62,44 @@ def read_spec(path: Path) -> mujoco.MjSpec:
     try:
         return mujoco.MjSpec.from_file(str(path), include=parts)
     except (ValueError, OSError) as error:
-        raise AssetError(f"{path.name} is no valid MJCF model: {_explained(path, str(error))}") from error
+        if "type: 'mujocoinclude'" in str(error):
+            raise AssetError(
+                f"{path.name} is a part that models include (<mujocoinclude>), and no model by itself; name the file "
+                "that includes it"
+            ) from error
+        kind = "URDF" if path.suffix == ".urdf" or "URDF" in str(error) else "MJCF"
+        raise AssetError(f"{path.name} is no valid {kind} model: {_explained(path, str(error))}") from error
+
+
+def read_tool(path: Path) -> mujoco.MjSpec:
+    """Parse the file of a tool.
+
+    Its angles are in radians if it does not say that they are in degrees, as MJCF has it, and none is above 2 pi: such
+    files are parts for models that say so, and fingers of a few degrees do not exist.
+    """
+    spec = read_spec(path)
+    hinges = [joint for joint in spec.joints if joint.type == mujoco.mjtJoint.mjJNT_HINGE]
+    turned = [one.alt for one in (*spec.bodies, *spec.geoms, *spec.sites)]
+    angles = [float(angle) for joint in hinges for angle in joint.range]
+    angles += [float(a) for alt in turned if alt.type == mujoco.mjtOrientation.mjORIENTATION_EULER for a in alt.euler]
+    if spec.compiler.degree and not _states_angle(path) and all(abs(angle) <= 2.0 * np.pi for angle in angles):
+        spec.compiler.degree = False
+    return spec
+
+
+def _states_angle(path: Path) -> bool:
+    """Return whether a file, or one that it includes, states the unit of its angles."""
+    root = ElementTree.parse(path).getroot()
+    included = [path.parent / part.get("file", "") for part in root.iter("include")]
+    return any(compiler.get("angle") for compiler in root.iter("compiler")) or any(
+        _states_angle(part) for part in included if part.is_file()
+    )
+
+
+def take_settings(child: mujoco.MjSpec, parent: mujoco.MjSpec) -> None:
+    """Give a model the options and sizes of the one to which it is attached, whose count; MuJoCo warns of others."""
+    for name in ("option", "visual", "stat", "memory", "njmax", "nconmax", "nstack"):
+        setattr(child, name, getattr(parent, name))
 
 
 def compile_spec(spec: mujoco.MjSpec, file: Path) -> mujoco.MjModel:

@@ -11,7 +11,7 @@ import numpy as np
 
 from embodichain.envs.env_cfg import ArmCfg, RobotCfg
 from embodichain.envs.grippers import closing_axis, known_grip, try_grip
-from embodichain.envs.model_files import ASSETS, compile_spec, find_file, read_spec
+from embodichain.envs.model_files import ASSETS, compile_spec, find_file, read_spec, read_tool, take_settings
 from embodichain.envs.postures import base_pose, find_start
 from embodichain.envs.rendering import looking
 from embodichain.envs.robot_files import TOOLS, RobotPart, find_named, split_robot
@@ -107,6 +107,11 @@ class _Adaptation:
             arms = [(name, self._machine(model, cfg)) for name, cfg in self.part.arms.items()]
         else:
             arms = [(name, self._read(model, name, cfg, home)) for name, cfg in self.part.arms.items()]
+            if self._move_root(model, [parts for _, parts in arms]):
+                model = self._compile()
+            for name, parts in arms:
+                cfg = self._with_tool(name, self.part.arms[name])
+                find_start(model, cfg, self._key(name), parts, _positions(model, home))
         self._check_apart(arms)
         if self.cfg.walks and not self.ours:
             for name, parts in arms:
@@ -261,17 +266,34 @@ class _Adaptation:
             self.spec.delete(light)
 
     def _read(self, model: mujoco.MjModel, name: str, cfg: ArmCfg, home: dict[str, float]) -> ArmParts:
+        return read_arm(model, self._with_tool(name, cfg), self._key(name), _positions(model, home))
+
+    def _with_tool(self, name: str, cfg: ArmCfg) -> ArmCfg:
+        """Return the config of an arm with what is known of our robots and tools."""
         if self.ours and not cfg.init_qpos and cfg.init_tool is None:
             cfg = cfg.replace(init_qpos=[0.0] * (len(cfg.joints) + len(self.our_fingers.get(name, ()))))
-        if self.our_fingers.get(name):
-            cfg = cfg.replace(gripper=list(self.our_fingers[name]))
-        qpos = model.qpos0.copy()
-        for joint, at in home.items():
-            qpos[model.joint(joint).qposadr[0]] = at
-        start = qpos if home else None
-        parts = read_arm(model, cfg, self._key(name), start)
-        find_start(model, cfg, self._key(name), parts, start)
-        return parts
+        return cfg.replace(gripper=list(self.our_fingers[name])) if self.our_fingers.get(name) else cfg
+
+    def _move_root(self, model: mujoco.MjModel, arms: list[ArmParts]) -> bool:
+        """Move what the file has in its world so that the body that carries the arms is at the origin.
+
+        Return whether that changes anything. A base that was free keeps its height, and several bodies their places.
+        """
+        roots = {int(model.body_rootid[int(model.joint(parts.joints[0]).bodyid[0])]) for parts in arms}
+        offset = model.body_pos[min(roots)].copy()
+        if self.cfg.fix_base:
+            offset[2] = 0.0
+        if self.ours or len(roots) > 1 or not offset.any():
+            return False
+        world = self.spec.worldbody
+        for thing in (*world.bodies, *world.geoms, *world.sites, *world.cameras):
+            if thing.frame is None:
+                thing.pos = thing.pos - offset
+        for geom in (one for one in world.geoms if one.frame is None and np.isfinite(one.fromto).all()):
+            geom.fromto = geom.fromto - np.tile(offset, 2)
+        for frame in (one for one in world.frames if one.frame is None):
+            frame.pos = frame.pos - offset
+        return True
 
     def _key(self, name: str) -> str:
         return f"robot.arms.{name}" if len(self.part.arms) > 1 else self.key
@@ -293,7 +315,7 @@ class _Adaptation:
             known = TOOLS.get(cfg.tool)
             if known is None and not cfg.tool.endswith(".xml"):
                 find_named("tool", cfg.tool, TOOLS)
-            tool = read_spec(ASSETS / known.asset if known else find_file(cfg.tool))
+            tool = read_tool(ASSETS / known.asset if known else find_file(cfg.tool))
             _name_parts(tool)
             prefix = f"{name}/tool/" if len(self.part.arms) > 1 else "tool/"
             if known is not None:
@@ -301,11 +323,12 @@ class _Adaptation:
             if self.ours:
                 self.spec.attach(tool, site=cfg.flange, prefix=prefix)
                 continue
-            bare = cfg.replace(
-                tool=None, gripper=[], init_qpos=[], init_tool=None, tool_site=cfg.flange or cfg.tool_site
-            )
+            own = {joint.name for joint in self.spec.joints}
+            limits = {joint: ends for joint, ends in cfg.limits.items() if joint in own}
+            place = cfg.flange or cfg.tool_site
+            bare = cfg.replace(tool=None, gripper=[], init_qpos=[], init_tool=None, tool_site=place, limits=limits)
             parts = read_arm(model, bare, key, place="flange" if cfg.flange else "tool_site")
-            tool.option = self.spec.option
+            take_settings(tool, self.spec)
             quat = _turn(known.axis if known else "z", parts.axis)
             if parts.site_body is not None:
                 frame = self.spec.body(parts.site_body).add_frame(quat=quat)
@@ -327,9 +350,11 @@ class _Adaptation:
         keep = {model.body(root).name for root in roots}
         props = [body for body in self.spec.worldbody.bodies if body.name not in keep]
         gone: set[str] = set()
+        left_out: set[str] = set()
         for body in props:
             inside = [model.body(b) for b in below(model, model.body(body.name).id)]
             self.dropped.append(body.name)
+            left_out |= {b.name for b in inside}
             gone |= {model.joint(j).name for b in inside for j in range(b.jntadr[0], b.jntadr[0] + b.jntnum[0])}
         unused = [model.joint(j).name for j in range(model.njnt) if model.joint(j).name not in used | gone]
         on_way = {model.joint(j).name for parts in arms for j in path_joints(model, model.body(parts.body).id)}
@@ -338,6 +363,8 @@ class _Adaptation:
         self._lock(model, locked | gone)
         for body in props:
             self.spec.delete(self.spec.body(body.name))
+        for view in [one for one in (*self.spec.cameras, *self.spec.lights) if one.targetbody in left_out]:
+            self.spec.delete(view)
 
     def _lock(self, model: mujoco.MjModel, joints: set[str]) -> None:
         """Delete joints from the spec, with their motors, tendons, equalities and sensors."""
@@ -360,11 +387,11 @@ class _Adaptation:
     def _drive(self, model: mujoco.MjModel, parts: ArmParts, cfg: ArmCfg) -> None:
         """Write the limits into the spec, and add position servos as configured."""
         for name, low, high in zip(parts.joints, parts.lower, parts.upper, strict=True):
-            joint, index = self.spec.joint(name), model.joint(name).id
-            if not model.jnt_limited[index] or name in cfg.limits:
-                in_degrees = self.spec.compiler.degree and int(model.jnt_type[index]) == HINGE
-                joint.range = np.degrees([low, high]) if in_degrees else [low, high]
-                joint.limited = mujoco.mjtLimited.mjLIMITED_TRUE
+            if not model.jnt_limited[model.joint(name).id] or name in cfg.limits:
+                self._limit(model, name, low, high)
+        for name in parts.hand:
+            if name in cfg.limits:
+                self._limit(model, name, *cfg.limits[name])
         inertia = _inertia(model, parts)
         bounds = dict(zip(parts.joints, zip(parts.lower, parts.upper, strict=True), strict=True))
         wanted = []
@@ -387,6 +414,13 @@ class _Adaptation:
         if weightless or cfg.gravity_compensation is False:
             for body in below(model, int(model.joint(parts.joints[0]).bodyid[0])):
                 self.spec.body(model.body(body).name).gravcomp = 1.0 if weightless else 0.0
+
+    def _limit(self, model: mujoco.MjModel, name: str, low: float, high: float) -> None:
+        """Write the limits of a joint into the spec."""
+        joint = self.spec.joint(name)
+        in_degrees = joint.compiler.degree and int(model.jnt_type[model.joint(name).id]) == HINGE
+        joint.range = np.degrees([low, high]) if in_degrees else [low, high]
+        joint.limited = mujoco.mjtLimited.mjLIMITED_TRUE
 
     def _add_servo(
         self,
@@ -497,6 +531,14 @@ def _name_parts(spec: mujoco.MjSpec) -> None:
         if not site.name:
             site.name = free_name("unnamed_site", taken)
             taken.add(site.name)
+
+
+def _positions(model: mujoco.MjModel, home: dict[str, float]) -> np.ndarray | None:
+    """Return the positions of all joints in a keyframe; ``None`` if there is none."""
+    qpos = model.qpos0.copy()
+    for joint, at in home.items():
+        qpos[model.joint(joint).qposadr[0]] = at
+    return qpos if home else None
 
 
 def _undriven_fingers(model: mujoco.MjModel, parts: ArmParts) -> list[str]:

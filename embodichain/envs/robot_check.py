@@ -23,6 +23,7 @@ from embodichain.envs.robot_model import (
     below,
     find_chains,
     free_base,
+    has_legs,
     has_limits,
     moves,
     path_joints,
@@ -81,6 +82,8 @@ class RobotReport:
     """Why a robot with a free base cannot walk as it is."""
     kinematics_error: float = 0.0
     """Maximum difference of the tool's pose to MuJoCo's, in metres and radians."""
+    places: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    """Positions of base and tool of each arm with a tool at the start, rounded to millimetres."""
     model: mujoco.MjModel | None = None
     home: np.ndarray | None = None
 
@@ -181,7 +184,30 @@ def check_robot(cfg: RobotCfg, frame: Frame | None = None) -> RobotReport:
     for arm in robot.arms.values():
         joints += _try_arm(model, arm, home, held, frame)
     errors = [_kinematics_error(model, arm, home) for arm in robot.arms.values()]
-    return RobotReport(cfg, None, joints, robot.arms, needs, kinematics_error=max(errors), model=model, home=home)
+    return RobotReport(
+        cfg,
+        None,
+        joints,
+        robot.arms,
+        needs,
+        kinematics_error=max(errors),
+        places=_places(model, robot, home),
+        model=model,
+        home=home,
+    )
+
+
+def _places(model: mujoco.MjModel, robot: Robot, home: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the positions of base and tool of each arm with a tool."""
+    data = mujoco.MjData(model)
+    data.qpos[:] = home
+    mujoco.mj_kinematics(model, data)
+    roots = {name: model.body_rootid[model.joint(arm.joints[0]).bodyid[0]] for name, arm in robot.arms.items()}
+    return {
+        name: (data.xpos[roots[name]].round(3), data.site(arm.site).xpos.round(3))
+        for name, arm in robot.arms.items()
+        if arm.site is not None
+    }
 
 
 def _rest_controls(model: mujoco.MjModel, robot: Robot, home: np.ndarray) -> np.ndarray:
@@ -222,7 +248,8 @@ def _try_arm(
         joint = model.joint(name)
         closed, opened = float(arm.finger_closed[i]), float(arm.finger_open[i])
         kind = "slide" if int(joint.type[0]) != HINGE else "hinge"
-        out.append(JointReport(name, kind, closed, opened, "gripper", float(home[joint.qposadr[0]])))
+        low, high = joint.range if model.jnt_limited[joint.id] else sorted((closed, opened))
+        out.append(JointReport(name, kind, float(low), float(high), "gripper", float(home[joint.qposadr[0]])))
     if arm.fingers:
         changed = held.copy()
         changed[arm.actuators[len(arm.actuators) - len(arm.grip_open) :]] = arm.grip_closed.numpy()
@@ -303,6 +330,12 @@ def _floating_model(cfg: RobotCfg) -> mujoco.MjModel | None:
 def _check_floating(cfg: RobotCfg, model: mujoco.MjModel, frame: Frame | None) -> RobotReport:
     """List the joints of a robot with a free base, move each while the base is fixed, and suggest how it walks."""
     base = next(j for j in range(model.njnt) if model.joint(j).name == free_base(model))
+    root = model.joint(base).name or "(without a name)"
+    if not has_legs(model):
+        raise ConfigError(
+            f"robot: the base of this arm is free (joint {root!r}), and it has no legs to walk on; bolt it down with "
+            "--fix-base, which is robot.fix_base: true in a config, or delete the joint in the model"
+        )
     named = [j for j in range(model.njnt) if moves(model, j)]
     own, home = _own_posture(model), _standing(model, cfg, named, base)
     model.opt.gravity[:] = 0.0
@@ -326,7 +359,6 @@ def _check_floating(cfg: RobotCfg, model: mujoco.MjModel, frame: Frame | None) -
             report.note = f"{report.note} outside in the model ({own[address]:.3g})".strip()
         joints.append(report)
     walking, needs, unfit = _suggest_walking(cfg, joints)
-    root = model.joint(base).name or "(without a name)"
     return RobotReport(walking, root, joints, {}, needs, unfit=unfit, model=model, home=home)
 
 

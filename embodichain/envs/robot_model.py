@@ -139,6 +139,11 @@ def read_arm(
     return parts
 
 
+def has_legs(model: mujoco.MjModel) -> bool:
+    """Return whether more than one chain of joints starts at the base of a robot."""
+    return len(find_chains(model)) > 1
+
+
 def _floating(key: str, joint: str) -> str:
     return (
         f"{key}: the base of this robot is free (joint {joint!r}). Set {key}.walks to true for a robot with legs, in a "
@@ -156,7 +161,13 @@ def _last_link(model: mujoco.MjModel, cfg: ArmCfg, key: str, place: str) -> int:
         ids = [known.index(name) for name in cfg.joints]
         body = int(model.jnt_bodyid[ids[-1]])
         chain = path_joints(model, body)
-        if sorted(ids) != ids or any(j not in chain for j in ids):
+        in_order = [known[j] for j in sorted(ids)]
+        if all(j in path_joints(model, int(model.jnt_bodyid[max(ids)])) for j in ids) and sorted(ids) != ids:
+            raise ConfigError(
+                f"{key}.joints: expected the joints in their order from the base to the tool, {in_order}; got "
+                f"{list(cfg.joints)}"
+            )
+        if any(j not in chain for j in ids):
             on_way = [model.joint(j).name for j in chain]
             raise ConfigError(
                 f"{key}.joints: expected joints of one chain, from the base to the tool; between the base and "

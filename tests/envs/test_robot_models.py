@@ -38,7 +38,7 @@ ROBOTS = {
         "mjcf": FETCH,
         "joints": [f"robot0:{name}_joint" for name in (*FETCH_ARM, "wrist_flex", "wrist_roll")],
         "limits": {f"robot0:{name}_roll_joint": [-6.28, 6.28] for name in ("upperarm", "forearm", "wrist")},
-        "pos": [-0.35, -0.27, -0.4],
+        "pos": [-0.063, -0.006, -0.4],
     },
     "baxter": {
         "mjcf": f"{ASSETS}/robots/baxter/robot.xml",

@@ -97,6 +97,65 @@ def test_an_arm_is_found_out(save):
     np.testing.assert_allclose(one.down.numpy()[:, 2], [0, 0, -1], atol=1e-6)
 
 
+def test_the_base_stands_at_pos_wherever_the_file_has_it(save):
+    """The offset of the body that carries the arm is dropped, and what stands in its world moves along."""
+    block = '<geom name="block" type="box" size=".1 .1 .1" pos="{}"/>'
+    path = save(arm(world=block.format("1 2 .4")))
+    shifted = arm(world=block.format("2 3 .9")).replace('<body name="base">', '<body name="base" pos="1 1 .5">')
+    off = save(shifted, "off.xml")
+    tools = []
+    for file in (path, off):
+        model, robot, _ = built(mjcf=file, pos=[0.1, 0.0, 0.0], init_qpos=POSE)
+        data = mujoco.MjData(model)
+        data.qpos[:] = robot.home(torch.tensor(model.qpos0)).numpy()
+        mujoco.mj_forward(model, data)
+        assert data.body("robot/base").xpos.tolist() == pytest.approx([0.1, 0.0, 0.0], abs=1e-9)
+        assert data.geom("robot/block").xpos.tolist() == pytest.approx([1.1, 2.0, 0.4], abs=1e-9)
+        tools.append(data.site("robot/grip").xpos.copy())
+    np.testing.assert_allclose(*tools, atol=1e-9)
+    free = save(arm(free=FREE).replace('<body name="base">', '<body name="base" pos="1 1 .5">'), "free.xml")
+    model, _, _ = built(mjcf=free, fix_base=True)
+    assert model.body("robot/base").pos.tolist() == pytest.approx(
+        [0.0, 0.0, 0.5]
+    )  # a base that was free, at its height
+
+
+def test_views_of_what_is_left_out_are_left_out(save):
+    views = "".join(f'<{kind} name="at" mode="targetbody" target="ball" pos="0 0 1"/>' for kind in ("camera", "light"))
+    model, _, _ = built(mjcf=save(arm(world=f'<body name="ball"><geom size=".1"/></body>{views}')))
+    names = [model.camera(i).name for i in range(model.ncam)] + [model.light(i).name for i in range(model.nlight)]
+    assert "robot/at" not in names
+
+
+def test_angles_of_a_tool_that_states_no_unit(save):
+    """They are radians if no finger could move otherwise, and its joints take limits as those of the arm do."""
+    hinge = FINGER.replace('type="slide" axis="{axis} 0 0" range="0 0.04"', 'axis="0 {axis} 0" range="0 {end}"')
+    fingers = [hinge.replace("{end}", end) for end in ("0.7", "40")]
+    for finger, unit, end in ((fingers[0], "", 0.7), (fingers[1], "", np.radians(40)), (fingers[1], "degree", None)):
+        said = f'<compiler angle="{unit}"/>' if unit else ""
+        pads = "".join(finger.format(name=f"p{i}", x=x, axis=a) for i, x, a in ((1, "0.02", "1"), (2, "-0.02", "-1")))
+        drives = "".join(f'<position joint="p{i}" kp="20" ctrlrange="0 0.6"/>' for i in (1, 2))
+        text = f'<body name="palm"><geom size=".02"/><site name="tip" pos="0 0 .1"/>{pads}</body>'
+        tool = save(f"<mujoco>{said}<worldbody>{text}</worldbody><actuator>{drives}</actuator></mujoco>", "tool.xml")
+        bare = save(arm(fingers="", drives=SERVOS, more=""), "bare.xml")
+        model, robot, _ = built(mjcf=bare, tool=tool, flange="hand")
+        assert robot.num_fingers == 2
+        wanted = np.radians(40) if end is None else end
+        assert model.joint("robot/tool/p1").range.tolist() == pytest.approx([0.0, wanted], abs=1e-6)
+        model, _, _ = built(mjcf=bare, tool=tool, flange="hand", limits={"tool/p1": [0.0, 0.5], "j0": [-1.0, 1.0]})
+        assert model.joint("robot/tool/p1").range.tolist() == pytest.approx([0.0, 0.5], abs=1e-6)
+        assert model.joint("robot/j0").range.tolist() == pytest.approx([-1.0, 1.0], abs=1e-6)
+    with pytest.raises(ConfigError, match=r"limits\.tool/p9: the model has no such joint"):
+        built(mjcf=bare, tool=tool, flange="hand", limits={"tool/p9": [0.0, 0.5]})
+
+
+def test_settings_of_the_file_are_no_warning(save, recwarn, caplog):
+    sizes = '<size njmax="500" nconmax="100"/><visual><map znear=".1"/></visual><statistic extent="3"/>'
+    built(mjcf=save(arm().replace("<default>", f"{sizes}<default>", 1)))
+    assert not [one for one in recwarn if "conflict" in str(one.message)]
+    assert "conflict" not in caplog.text
+
+
 def test_kinematics_and_all_actions_of_a_found_arm(save):
     """Joint and tool commands move the arm as asked, in a real simulation; forward kinematics are MuJoCo's."""
     path = save(arm())
@@ -241,7 +300,7 @@ for _old in ("base", "hand", "grip", "f1", "f2", *(f"{kind}{i}" for kind in "lj"
     ("text", "settings", "error", "words"),
     [
         ({}, {"joints": ["j0", "elbow"]}, ConfigError, r"robot\.joints: the model has no joint 'elbow'.*j0, j1"),
-        ({}, {"joints": ["j3", "j1"]}, ConfigError, r"from the base to the tool.*between .* are j0, j1"),
+        ({}, {"joints": ["j3", "j1"]}, ConfigError, r"order from the base to the tool, \['j1', 'j3'\]; got"),
         ({"limits": "0 0"}, {}, ConfigError, r"no limits: j0, j1, .*robot\.limits: \{\"j0\": \[-6\.28, 6\.28\]"),
         ({"free": FREE}, {}, ConfigError, r"base of this robot is free \(joint 'root'\).*fix_base"),
         ({}, {"tool_site": "gripp"}, ConfigError, r"no site or body is called 'gripp'. Did you mean 'grip'"),
@@ -279,6 +338,10 @@ def test_files_that_cannot_be_read(save, tmp_path):
         built(mjcf=path)
     with pytest.raises(AssetError, match=r"no valid MJCF model: it is no XML \(.*line 2"):
         built(mjcf=save("<mujoco>\n<worldbody>"))
+    with pytest.raises(AssetError, match=r"a part that models include \(<mujocoinclude>\), and no model by itself"):
+        built(mjcf=str(tmp_path / "assets.xml"))
+    with pytest.raises(AssetError, match="no valid URDF model"):
+        built(mjcf=save('<robot name="a"><link name="b"/><joint name="j" type="fixed"/></robot>', "a.urdf"))
     with pytest.raises(ConfigError, match="no joints that could be an arm's"):
         built(mjcf=save("<mujoco><worldbody><body><geom size='1'/></body></worldbody></mujoco>"))
     finger = "<body><joint/><geom size='.1'/><body pos='0 0 1'><joint/><geom size='.1'/></body></body>"
@@ -459,6 +522,7 @@ def test_robots_check_says_what_it_found(save, capsys, monkeypatch):
     assert main(["robots", "check", path]) == 0
     said = capsys.readouterr().out
     assert "7 joints to l6" in said
+    assert "with the base at (0.000, 0.000, 0.000) and the tool at (" in said
     assert "driven by squeeze" in said
     assert "servos take their place" in said
     config = json.JSONDecoder().raw_decode(said[said.index('"robot": {') + len('"robot": ') :])[0]
@@ -469,8 +533,10 @@ def test_robots_check_says_what_it_found(save, capsys, monkeypatch):
     exec(said[said.index("register_robot(") :], calls)
     assert given.pop("name") == path.split("/")[-2]
     assert given == config
-    assert main(["robots", "check", save(arm(free=FREE))]) == 0
-    assert "free (joint 'root')" in capsys.readouterr().out
+    assert main(["robots", "check", save(arm(free=FREE))]) == 2
+    assert "this arm is free (joint 'root'), and it has no legs" in capsys.readouterr().err
+    assert main(["robots", "check", path, "--image", "robot.txt"]) == 2
+    assert "ends in .png" in capsys.readouterr().err
     weak = SERVOS.replace('joint="j3" kp="800"', 'joint="j3" kp="800" forcerange="-0.01 0.01"')
     assert main(["robots", "check", save(arm(drives=weak + PULL))]) == 1
     assert "does not follow: robot/j3" in capsys.readouterr().out.replace("\n", " ")
