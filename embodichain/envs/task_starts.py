@@ -143,13 +143,14 @@ def _find_starts(cfg: GymCfg, task: type[Task], own: RobotCfg, names: Sequence[s
     poses, specs = _tool_poses(own, names), _specs(cfg.robot)
     model = task.build_model(cfg)
     robot = Robot(model, describe(cfg.robot))
-    things = _places(cfg, model) if len(robot.arms) == 1 else []
     found = {}
     for name, pose in poses.items():
         arm = robot.arms[name]
         if arm.site is None:
             continue
         key = f"robot.arms.{name}" if name else "robot"
+        # of several arms, which one has to reach what is the task's: here, where its own one starts
+        things = _places(cfg, model) if len(robot.arms) == 1 else [pose.pos]
         may_stand_back = not cfg.robot.arms and cfg.robot.pos is None
         posture, stand = None, 0.0
         for back in _BACK if may_stand_back else (0.0,):

@@ -72,6 +72,13 @@ def test_places_out_of_reach_are_warned_of_where_the_posture_is_given(monkeypatc
     assert not caplog.text
 
 
+@pytest.mark.parametrize("away", [1.1, 3.0])
+def test_two_arms_out_of_reach_are_warned_of(away, caplog):
+    arms = {"left": {"pos": [0.5, away, 0.0], "yaw": -1.5708}, "right": {"pos": [0.5, -away, 0.0], "yaw": 1.5708}}
+    make({"id": "LiftBarRL", "robot": ROBOTS["panda"] | {"arms": arms}}).close()
+    assert all(f"robot.arms.{name}: the arm does not reach" in caplog.text for name in arms)
+
+
 def test_arms_that_the_task_does_not_have_are_named_before_a_search():
     arms = {"lefft": {"pos": [0.5, 0.7, 0.0]}, "right": {"pos": [0.5, -0.7, 0.0]}}
     with pytest.raises(ConfigError, match=r"needs arms called 'left' and 'right', got 'lefft'\. Did you mean 'left'"):
