@@ -108,8 +108,6 @@ def with_start(cfg: GymCfg, task: type[Task]) -> GymCfg:
     if not found:
         return cfg
     if not cfg.robot.arms:
-        if "" not in found:
-            return cfg
         pos = (-found[""].back, 0.0, 0.0) if found[""].back else cfg.robot.pos
         return cfg.replace(robot=cfg.robot.replace(init_qpos=found[""].qpos, pos=pos))
     changed = {
