@@ -192,10 +192,24 @@ def fits_memory(key: str, what: str, source: str = "configuration") -> Iterator[
         raise ConfigError(problem, source) from error
 
 
+def _similar(name: str, known: Sequence[str], count: int) -> list[str]:
+    """Return the most similar names: nearly equal ones, then those of which one begins with the other, then others."""
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    begun = [other for other in known if min(len(name), len(other)) > 2 and _begins(name.lower(), other.lower())]
+    if not begun:
+        return close
+    equal = [other for other in close if difflib.SequenceMatcher(None, other, name).ratio() >= 0.75]
+    return list(dict.fromkeys([*equal, *begun]))[:count]
+
+
+def _begins(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)
+
+
 def nearest(name: str, options: Iterable[str], count: int = 3, first: Sequence[str] = ()) -> str:
     """Return `` Did you mean ...? Valid: ...`` for an unknown name; ``first`` lists preferred suggestions."""
     known = sorted(set(options))
-    close = list(dict.fromkeys([*first, *difflib.get_close_matches(name, known, n=count, cutoff=0.5)]))
+    close = list(dict.fromkeys([*first, *_similar(name, known, count)]))
     hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
     return f"{hint} Valid: {', '.join(known) if known else '(none)'}."
 

@@ -315,26 +315,31 @@ def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
     expected: dict[str, list[str]] = {}
     got: dict[str, str] = {}
     listed: set[str] = set()
-    for entry in error.errors(include_url=False):
-        path, owner = _locate(cls, entry["loc"])
-        cause = entry.get("ctx", {}).get("error")
+    entries = error.errors(include_url=False)
+    places = [_locate(cls, entry["loc"], entry["type"]) for entry in entries]
+    for entry, (path, owner, declared) in zip(entries, places, strict=True):
+        kind, cause = entry["type"], entry.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):
             for problem in cause.problems:
                 expected.setdefault(f"{path}.{problem}" if path else problem, [])
             continue
-        wanted, given = _explain(entry, owner)
-        if entry["type"] in _UNKNOWN:  # list the valid names once per block
+        depends = kind in ("literal_error", "too_short") or kind.endswith("_type")
+        if depends and any(other.startswith(f"{path}.") for other, _, _ in places):  # the cause is the problem inside
+            continue
+        wanted, given = _explain(entry, owner, declared)
+        if kind in _UNKNOWN:  # list the valid names once per block
             block = path.rpartition(".")[0]
             given = given.split(" Valid:")[0] if block in listed else given
             listed.add(block)
         got[path or cls.__name__] = given
         others = expected.setdefault(path or cls.__name__, [])
-        if wanted not in others:
-            others.append(wanted.removeprefix("expected ") if others else wanted)
+        wanted = wanted.removeprefix("expected ") if others else wanted
+        if wanted not in (other.removeprefix("expected ") for other in others):
+            others.append(wanted)
     return [f"{path}: {' or '.join(wanted)}{got[path]}" if wanted else path for path, wanted in expected.items()]
 
 
-def _explain(entry: Any, owner: Any) -> tuple[str, str]:
+def _explain(entry: Any, owner: Any, declared: Any) -> tuple[str, str]:
     """Return the description of the expected value, and that of the given one with the nearest valid name."""
     kind, value = entry["type"], entry["input"]
     given = f", got {shorten(value)} ({type(value).__name__})"
@@ -344,6 +349,15 @@ def _explain(entry: Any, owner: Any) -> tuple[str, str]:
             return f"unknown key{given}", ""
         fields = owner.__pydantic_fields__
         return f"unknown key{given}", f".{nearest(name, fields, first=usual_names(name, fields))}"
+    size, is_list = _tuple_size(declared), isinstance(value, list | tuple)
+    if size and (kind == "tuple_type" or (is_list and kind in ("missing", "too_long"))):
+        return f"expected {size}", f", got {len(value)}: {shorten(value)}" if is_list else given
+    if kind in ("too_short", "too_long"):
+        limit = entry["ctx"]["min_length" if kind == "too_short" else "max_length"]
+        wanted = f"expected at {'least' if kind == 'too_short' else 'most'} {limit} entr{'y' if limit == 1 else 'ies'}"
+        return wanted, f", got {entry['ctx']['actual_length']}: {shorten(value)}"
+    if kind == "tuple_type":
+        return "expected a list", given
     if kind == "missing":
         return "expected a value, got none", ""
     if kind in ("dataclass_type", "dataclass_exact_type"):
@@ -375,19 +389,33 @@ def shorten(value: object) -> str:
     return short.repr(value)
 
 
-def _locate(cls: Any, location: Sequence[int | str]) -> tuple[str, Any]:
-    """Return the dotted path of a pydantic location, without union alternatives and ``[key]``, and the type that owns
-    the last key."""
+def _tuple_size(declared: Any) -> str:
+    """Return what a tuple of fixed length holds, such as ``3 numbers``; "" for other types."""
+    declared = strip(declared)
+    inside = [] if isinstance(declared, tuple) else typing.get_args(declared)
+    if typing.get_origin(declared) is not tuple or Ellipsis in inside:
+        return ""
+    return f"{len(inside)} {'numbers' if all(strip(part) in (int, float) for part in inside) else 'values'}"
+
+
+def _locate(cls: Any, location: Sequence[int | str], kind: str) -> tuple[str, Any, Any]:
+    """Return the dotted path of a pydantic location, without union alternatives and ``[key]``, the type that owns the
+    last key, and the declared type. That of a number that a tuple lacks is the tuple."""
     path: list[str] = []
     owner = here = cls
     for key in location:
         here = strip(here)
         if isinstance(here, tuple):
-            here = next((option for option in here if is_config_class(option) and option.__name__ == key), Any)
-        elif key != "[key]":
+            here = next((option for option in here if _is_option(option, str(key))), Any)
+        elif key != "[key]" and not (kind == "missing" and _tuple_size(here)):
             path.append(str(key))
             owner, here = here, entry_type(here, key)
-    return ".".join(path), owner
+    return ".".join(path), owner, here
+
+
+def _is_option(option: Any, key: str) -> bool:
+    """Return whether pydantic calls an alternative of a union ``key``."""
+    return option.__name__ == key if is_config_class(option) else _tuple_size(option) != "" and "tuple[" in key
 
 
 def strip(annotation: Any) -> Any:

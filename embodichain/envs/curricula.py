@@ -10,14 +10,15 @@ Every env follows the curriculum independently: its samples do not depend on ``n
 progress is part of the environment's state. A range moves between episodes only.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, Field, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator
 from torch import Tensor
 
-from embodichain.config.classes import Config, Number, Positive, configclass, is_config
+from embodichain.config.classes import Config, Number, Positive, configclass, is_config, shorten
 from embodichain.errors import ConfigError, nearest
 
 _WRITTEN = {"by": "by", "from": "start", "to": "end", "between": "between", "episodes": "episodes"}
@@ -32,7 +33,13 @@ def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
     return bounds
 
 
-_Pair = Annotated[tuple[Number, Number], AfterValidator(_ordered)]
+def _two(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"expected two numbers [low, high], got {shorten(value)}")
+    return value
+
+
+_Pair = Annotated[tuple[Number, Number], BeforeValidator(_two), AfterValidator(_ordered)]
 
 
 @configclass(frozen=True)
@@ -85,7 +92,7 @@ def _read(value: Any, check: Any) -> Any:
         check(tuple(value))
         return value
     if not isinstance(value, Mapping):
-        return check(value)
+        return check(_two(value))
     inside = value.get("curriculum")
     if set(value) != {"curriculum"} or not isinstance(inside, Mapping):
         raise ValueError('expected [low, high] or {"curriculum": {"by", "from", "to", "between"}}')
@@ -96,8 +103,9 @@ def _read(value: Any, check: Any) -> Any:
     try:
         made = MovingRange(CurriculumCfg.from_dict({_WRITTEN[key]: entry for key, entry in inside.items()}))
     except ConfigError as error:
-        problems = [problem.partition(":") for problem in error.problems]
-        raise ConfigError([f"curriculum.{names.get(key, key)}:{rest}" for key, _, rest in problems]) from None
+        problems = [(problem, re.split(r"[.:]", problem, maxsplit=1)[0]) for problem in error.problems]
+        written = [names.get(key, key) + problem.removeprefix(key) for problem, key in problems]
+        raise ConfigError([f"curriculum.{problem}" for problem in written]) from None
     low, high = made.curriculum.between
     if low >= high:
         raise ValueError(f"expected curriculum.between to be [begins, arrives], which grow, got [{low}, {high}]")

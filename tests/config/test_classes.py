@@ -13,7 +13,7 @@ import pytest
 from pydantic import AllowInfNan, model_validator
 
 from embodichain.config import MISSING, Config, Field, configclass, is_config, missing_fields
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, nearest
 from tests.config.samples import AlgorithmCfg, Backend, EngineCfg, NetCfg, PointCfg, PpoCfg, RunCfg
 
 
@@ -162,6 +162,43 @@ def test_every_problem_is_in_one_error():
         "extra: expected a mapping, got [1] (list)",
         "nam: unknown key, got 'x' (str). Did you mean 'name'? Valid: " + ", ".join(sorted(RunCfg().to_dict())) + ".",
     ]
+
+
+@configclass
+class SizesCfg(Config):
+    place: str | tuple[float, float, float] = "here"
+    pos: tuple[float, float, float] | None = None
+    size: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1, max_length=3)] = (1.0,)
+    noise: dict[str, float | NetCfg] = {}
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"place": [0, 1]}, "place: expected a string or 3 numbers, got 2: [0, 1]"),
+        ({"place": [0, 1, "a"]}, "place.2: expected a number, got 'a' (str)"),
+        ({"place": 3}, "place: expected a string or 3 numbers, got 3 (int)"),
+        ({"pos": [0]}, "pos: expected 3 numbers, got 1: [0]"),
+        ({"pos": [0, 1, 2, 3]}, "pos: expected 3 numbers, got 4: [0, 1, 2, 3]"),
+        ({"pos": 1.0}, "pos: expected 3 numbers, got 1.0 (float)"),
+        ({"size": [-0.1]}, "size.0: expected greater than 0, got -0.1 (float)"),
+        ({"size": []}, "size: expected at least 1 entry, got 0: []"),
+        ({"size": [1, 2, 3, 4]}, "size: expected at most 3 entries, got 4: [1, 2, 3, 4]"),
+        ({"size": 1}, "size: expected a list, got 1 (int)"),
+        ({"noise": {"x": {"width": "a"}}}, "noise.x.width: expected an integer, got 'a' (str)"),
+    ],
+)
+def test_lists_of_numbers_are_one_problem_in_plain_words(data, told):
+    assert problems_of(SizesCfg.from_dict, data) == [told]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("enviroment", "'env'"), ("event", "'events'"), ("num", "'num_envs' or 'num_threads'"), ("sed", "'seed'")],
+)
+def test_the_nearest_name_may_be_the_beginning_of_one(name, meant):
+    known = ["device", "env", "events", "native", "num_envs", "num_threads", "seed"]
+    assert nearest(name, known).startswith(f" Did you mean {meant}?")
 
 
 @pytest.mark.parametrize("value", [True, "3", 3.0, 3.5, None, [3], float("inf"), {"a": 1}])

@@ -690,7 +690,7 @@ def test_gymnasiums_suite_takes_events_for_its_own_bodies():
         ("mass", {"range": [-0.2, 0.0], "bodies": "cube", "operation": "add"}, "range: masses must be positive"),
         ("mass", {"range": [0.0, 1.0], "distribution": "log_uniform"}, "range: log_uniform needs positive numbers"),
         ("mass", {"range": [2.0, 1.0]}, r"range: expected \[low, high\] with low <= high"),
-        ("mass", {"range": 2.0}, r"range: expected a tuple"),
+        ("mass", {"range": 2.0}, r"range: expected two numbers"),
         ("mass", {"range": [1, 2], "bodies": "world"}, "bodies: 'world': expected bodies with mass"),
         ("mass", {"range": [1, 2], "bodies": "["}, r"bodies: '\[' is no regular expression"),
         ("mass", {"range": [1, 2], "bodies": []}, "bodies: expected at least one name"),

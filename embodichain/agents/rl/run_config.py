@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator
 
 from embodichain.agents.rl.run_records import CONFIG_FILE, command_of
 from embodichain.config import (
@@ -34,11 +37,17 @@ BLOCKS = ("algorithm.cfg", "policy")
 """Blocks of a config that separate config classes check."""
 
 
+def _plain_name(name: str) -> str:
+    if not re.fullmatch(r"[\w.+-]+", name):
+        raise ValueError(f"expected a name of letters, digits and . _ + -, got {name!r}")
+    return name
+
+
 @configclass
 class RunSettings(Config):
     """Settings that every block ``trainer`` has: output, evaluation and stop criteria."""
 
-    exp_name: Annotated[str, Field(pattern=r"^[\w.+-]+$")] = "run"
+    exp_name: Annotated[str, AfterValidator(_plain_name)] = "run"
     """Name of the experiment, the prefix of the run's folder."""
     seed: Seed = 0
     """Seed of networks, actions, minibatches and environments."""
