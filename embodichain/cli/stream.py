@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,6 +25,7 @@ from embodichain.config.command_line import Schemas, positional_first
 from embodichain.config.files import find_config, find_shipped
 from embodichain.errors import writing
 from embodichain.extras import check_trusted, config_folders, import_trusted, locate_trusted
+from embodichain.utils.console import check_counts
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -71,6 +73,7 @@ class StreamArgs:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args, cfg = parse_command(StreamArgs, "embodichain stream", argv)
+    check_counts({"--batch-size": args.batch_size, "--chunk-size": args.chunk_size}, *_problems(args))
 
     from embodichain.agents.engine import OnlineDataEngine
     from embodichain.utils.console import shown_messages
@@ -86,6 +89,13 @@ def main(argv: Sequence[str]) -> int:
             print(f"viewer: {stack.enter_context(viewer_beside(args.config))}", file=sys.stderr, flush=True)
         watch(stack.enter_context(OnlineDataEngine(cfg)), args, Console())
     return 0
+
+
+def _problems(args: StreamArgs) -> Iterator[str]:
+    if args.duration is not None and not 0.0 < args.duration < math.inf:
+        yield f"--duration: expected a number of seconds above 0, got {args.duration}; leave it out to run until Ctrl-C"
+    if not 0.0 <= args.rate < math.inf:
+        yield f"--rate: expected batches per second, at least 0, got {args.rate}"
 
 
 def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:

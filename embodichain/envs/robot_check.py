@@ -16,7 +16,7 @@ from embodichain.envs.construction import add_robot
 from embodichain.envs.env_cfg import ArmCfg, RobotCfg
 from embodichain.envs.model_files import compile_spec, find_file, read_spec
 from embodichain.envs.robot_adaptation import describe
-from embodichain.envs.robot_files import ROBOTS, split_robot
+from embodichain.envs.robot_files import ROBOTS, from_own_module, split_robot
 from embodichain.envs.robot_model import (
     HINGE,
     ROUNDED,
@@ -100,7 +100,8 @@ def robot_config(name: str) -> RobotCfg:
     is_path = name.endswith((".xml", ".mjcf", ".urdf")) or "/" in name or Path(name).exists()
     if not is_path:
         raise UnknownNameError(
-            f"expected the path of an MJCF or URDF file or a registered robot, got {name!r}.{nearest(name, ROBOTS)}"
+            f"expected the path of an MJCF or URDF file or a registered robot, got {name!r}.{nearest(name, ROBOTS)} "
+            + from_own_module("robot")
         )
     return RobotCfg(uid=Path(name).parent.name or "robot", mjcf=as_written(name))
 

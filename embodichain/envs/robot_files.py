@@ -64,9 +64,14 @@ def register_tool(name: str, mjcf: str | os.PathLike[str], site: str = "tool", f
     TOOLS[name] = ToolSpec(str(find_file(str(mjcf))), site, tuple(fingers), "z")
 
 
+def from_own_module(kind: str) -> str:
+    """Return what to do about an unknown robot or tool that a module of the user's own may register."""
+    return f"If a module of your own calls register_{kind}, name it: --trust MODULE, or trusted_modules in Python."
+
+
 def find_named(kind: str, name: str, known: Mapping[str, _Entry]) -> _Entry:
     if name not in known:
-        raise UnknownNameError(f"unknown {kind} {name!r}.{nearest(name, known)}")
+        raise UnknownNameError(f"unknown {kind} {name!r}.{nearest(name, known)} {from_own_module(kind)}")
     return known[name]
 
 

@@ -96,7 +96,10 @@ def folder(tmp_path, monkeypatch):
             "holds no numbers for the policy to see",
         ),
         ("envs check CartPole-v9", "unknown environment 'CartPole-v9'"),
-        ("envs check CartPoleRL --device tpu", "device: string should match pattern"),
+        ("envs check CartPoleRL --device tpu", "device: expected cpu, cuda or cuda:N"),
+        ("robots check iiwa", "calls register_robot, name it: --trust MODULE"),
+        ("stream CartPoleRL --duration -1", "--duration: expected a number of seconds above 0, got -1.0"),
+        ("train --trainer.exp_name a/b CartPoleRL", "trainer.exp_name: expected a name of letters, digits and . _ + -"),
         ("eval nowhere", "nowhere: expected a run or a checkpoint, but there is no such folder"),
         ("play Pendulum-v1", "Pendulum-v1 has no expert: use --policy random"),
     ],
@@ -150,6 +153,22 @@ def test_a_policy_is_judged_in_another_setting_of_its_environment(run, folder, c
     assert main(["play", "short.json", *words, "--policy", "zero"]) == 0
     told = capfd.readouterr().out
     assert len(re.findall(r"mean length\s+│\s+3", told)) == 3, told
+
+
+@pytest.mark.parametrize("command", ["eval", "play"])
+def test_a_setting_with_other_observations_is_refused_by_name(run, folder, capfd, command):
+    camera = {"cameras": [{"name": "side", "width": 32, "height": 32}]}
+    (folder / "camera.json").write_text(json.dumps({"id": "CartPoleRL", "env": {"observations": camera}}))
+    assert main([command, str(run), "--episodes", "2", "--config", "camera.json"]) == 2
+    told = capfd.readouterr().err
+    assert "was trained with other observations than the environment has: image/side [32, 32, 3] is unknown" in told
+    assert "leave it out of env.observations.cameras" in told
+
+
+def test_a_folder_of_one_run_names_it(run, folder, monkeypatch, capfd):
+    monkeypatch.chdir(run.parent)
+    assert main(["train", "--resume", "."]) == 2
+    assert ". is no run, but holds one: name that, run" in capfd.readouterr().err
 
 
 def test_a_loaded_policy_acts_without_gradients(run):

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from embodichain.agents.rl.models.observation import impossible_values
+from embodichain.agents.rl.models.observation import ObservationSpace, impossible_values, is_from_camera, space_entries
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.utils.tensordicts import space_from_data
@@ -38,6 +38,7 @@ from embodichain.errors import (
     CheckpointError,
     CheckpointUnreadableError,
     CheckpointVersionError,
+    ConfigError,
     EmbodiChainError,
     EnvironmentHungError,
     NotFiniteError,
@@ -157,8 +158,9 @@ def no_checkpoint(path: Path) -> CheckpointError:
     below = [] if "\0" in str(path) else sorted(found.parent for found in path.glob(f"*/{CHECKPOINTS}"))
     if not below:
         return CheckpointError(f"{shown}: expected a checkpoint or a run with a checkpoint in it, found neither")
-    others = f" or another one of {len(below)}" if len(below) > 1 else ""
-    return CheckpointError(f"{shown} holds several runs: name one of them, {below[0]}{others}")
+    if len(below) == 1:
+        return CheckpointError(f"{shown} is no run, but holds one: name that, {below[0]}")
+    return CheckpointError(f"{shown} holds several runs: name one of them, {below[0]} or another one of {len(below)}")
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -260,9 +262,31 @@ def load_policy(
         spaces = state["spaces"]
         observation_space = env.observation_space if env is not None else space_from_data(spaces["observation"])
         action_space = env.action_space if env is not None else space_from_data(spaces["action"])
-        policy = build_policy(state["config"]["policy"], observation_space, action_space, device)
-        load_weights(policy, state["policy"], str(folder))
+        try:
+            policy = build_policy(state["config"]["policy"], observation_space, action_space, device)
+            load_weights(policy, state["policy"], str(folder))
+        except (CheckpointError, ConfigError) as error:
+            trained = space_from_data(spaces["observation"])
+            if differences := _compare_observations(trained, observation_space):
+                what = "was trained with other observations than the environment has"
+                raise CheckpointError(f"{folder} {what}: {'; '.join(differences)}") from error
+            raise
     return policy.eval().requires_grad_(False)
+
+
+def _compare_observations(trained: ObservationSpace, here: ObservationSpace) -> list[str]:
+    """Return how the observations of an environment differ from those of a run, and which settings change them."""
+    before, now = ({entry.name: list(entry.shape) for entry in space_entries(space)} for space in (trained, here))
+    problems = []
+    for name in sorted(before.keys() | now.keys()):
+        setting = "env.observations.cameras" if is_from_camera(name) else "env.observations or env.scene"
+        if name not in before:
+            problems.append(f"{name} {now[name]} is unknown to the run, so leave it out of {setting}")
+        elif name not in now:
+            problems.append(f"{name} {before[name]} is missing here, so add it in {setting}")
+        elif before[name] != now[name]:
+            problems.append(f"{name} is {before[name]} in the run and {now[name]} here, so change it in {setting}")
+    return problems
 
 
 def _read_document(file: Path) -> dict[str, Any]:

@@ -169,6 +169,11 @@ def space_entries(space: ObservationSpace, path: tuple[str, ...] = ()) -> list[O
     return [ObservationEntry(path, tuple(space.shape), is_image, space.dtype == np.uint8, highest, num_ids)]
 
 
+def is_from_camera(name: str) -> bool:
+    """Return whether an observation is an output of a camera in ``env.observations.cameras``, such as ``image/top``."""
+    return name.startswith(tuple(f"{group}/" for group in _FROM_CAMERAS))
+
+
 def looks_like_image(space: gym.spaces.Box) -> bool:
     """Return whether a box holds images: uint8 ``[H, W]`` up to 255, or uint8 or floats of three or four dimensions.
 
