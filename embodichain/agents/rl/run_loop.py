@@ -65,6 +65,8 @@ class Counters:
     """Mean return and, if known, success rate of the last evaluation."""
     recent: deque[tuple[int, float, float | None]] = field(default_factory=deque)
     """For each recent rollout: number of finished episodes, their mean return and, if known, success rate."""
+    episodes: int = 0
+    """Number of finished episodes since the start."""
 
     @property
     def mean_return(self) -> float | None:
@@ -76,11 +78,16 @@ class Counters:
         """Success rate of recent episodes, if the task reports it."""
         return _weighted([(count, value) for count, _, value in self.recent if value is not None])
 
+    def shown_success(self, num_envs: int) -> float | None:
+        """Success rate, once as many episodes have ended as there are envs: the first ends are those of successes."""
+        return self.success_rate if self.episodes >= num_envs else None
+
     def add_episodes(self, statistics: Scalars) -> None:
         """Add the episodes that ended in a rollout."""
         if "episode/return" not in statistics:
             return
         count = int(statistics["episode/count"])
+        self.episodes += count
         self.recent.append((count, statistics["episode/return"], statistics.get("episode/success")))
         while sum(number for number, *_ in self.recent) - self.recent[0][0] >= _RECENT:
             self.recent.popleft()

@@ -147,7 +147,8 @@ class Trainer(RunLoop):
             self.log.write(self.global_step, statistics | {f"update/{k}": v for k, v in measures.items()} | times)
         self.counters.add_episodes(statistics)
         share, now = max(self._progress(), self._share_of_time()), self.counters
-        self.view.show(self.global_step, share, now.mean_return, now.success_rate)
+        success = now.shown_success(self.env.num_envs * len(rows))
+        self.view.show(self.global_step, share, now.mean_return, success)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a checkpoint of this run; training then continues as if it had not stopped.

@@ -445,6 +445,14 @@ def test_recent_episodes_are_weighted_by_their_number():
     assert Counters.from_data(counters.to_data()) == counters
 
 
+def test_success_is_shown_when_not_only_successes_have_ended():
+    counters = Counters()
+    counters.add_episodes({"episode/count": 2.0, "episode/return": 1.0, "episode/success": 1.0})
+    assert counters.shown_success(num_envs=8) is None
+    counters.add_episodes({"episode/count": 8.0, "episode/return": 1.0, "episode/success": 0.0})
+    assert counters.shown_success(num_envs=8) == pytest.approx(0.2)
+
+
 def test_every_thread_of_an_update_has_enough_to_do():
     small, middle, wide = nn.Linear(10, 10), nn.Linear(100, 100), nn.Linear(1000, 1000)
     with torch_threads(4):
