@@ -95,7 +95,8 @@ def check_state(state: Any, template: TensorDictBase, count: int) -> None:
             )
     if problems:
         raise EnvContractError(
-            f"set_state: this state is of another task, robot or randomisation: {'; '.join(sorted(problems))}"
+            f"set_state: this state is of another task, robot or randomisation: {'; '.join(sorted(problems))}. "
+            "Give one that get_state() returned in an environment of the same config."
         )
 
 

@@ -32,6 +32,7 @@ from embodichain.envs.gymnasium_env.construct import (
 from embodichain.envs.gymnasium_env.spaces import Rows, action_decoder, choose, observation_encoder, to_tensordict
 from embodichain.envs.gymnasium_env.tasks import TaskGymnasiumVectorEnv
 from embodichain.envs.random import combine
+from embodichain.envs.resets import check_state
 from embodichain.envs.vec_env import Action, EnvIds, StepResult, VecEnv
 from embodichain.errors import ConfigError, EnvContractError, RenderingError
 
@@ -210,12 +211,9 @@ class GymnasiumVecEnv(VecEnv):
             return super().set_state(state, env_ids)
         if self._rows is None:
             self.reset()
-        ids, state = self.resolve_ids(env_ids).cpu(), state.to("cpu")
-        if state.batch_size != ids.shape:
-            raise EnvContractError(
-                f"{len(ids)} envs need a state of batch size [{len(ids)}], got {list(state.batch_size)}"
-            )
-        rows = ids.numpy()
+        ids = self.resolve_ids(env_ids).cpu()
+        check_state(state, self.get_state(), ids.numel())
+        rows, state = ids.numpy(), state.to("cpu")
         self._states.write(rows, state["sub_envs"].numpy())
         self._streams.set_state(ids, state["streams"])
         self._elapsed[rows] = state["elapsed"].numpy()
