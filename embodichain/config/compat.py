@@ -5,10 +5,10 @@ Only entries that do not affect learning are ignored. All others without an equi
 
 import difflib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from embodichain.errors import nearest
 
@@ -30,6 +30,8 @@ class _Translation:
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    """The given dotted names of entries that have another one here, by the latter."""
 
     def block(self, *path: str) -> dict[str, Any]:
         """Replace the mapping at a path by a copy and return it; a new empty dict if there is none."""
@@ -51,12 +53,14 @@ class _Translation:
     def rename(self, block: dict[str, Any], old: str, new: str, prefix: str) -> None:
         """Rename an entry."""
         if old in block:
-            self.put(block, new, block.pop(old), f"{prefix}{old}", new)
+            self.put(block, new, block.pop(old), f"{prefix}{old}", f"{prefix}{new}")
 
     def put(self, block: dict[str, Any], new: str, value: Any, old: str, called: str) -> None:
-        """Move the value of the key ``old`` to ``block[new]``; it is a problem if both are given."""
+        """Move the value of the key ``old`` to ``block[new]``, the key ``called``; both of them are a problem."""
         if new in block:
             self.problems.append(f"{old}: is called {called} here, and both are given")
+        else:
+            self.renamed[called] = old
         block.setdefault(new, value)
 
     def mapping(self, value: Any, key: str) -> dict[str, Any]:
@@ -65,18 +69,37 @@ class _Translation:
             self.problems.append(f"{key}: expected a mapping, got {value!r:.80}")
         return dict(value) if isinstance(value, Mapping) else {}
 
-    def finish(self, source: str, hint: str = "") -> tuple[dict[str, Any], list[str]]:
-        """Return the translated data and the problems; logs one warning about all ignored entries."""
+    def finish(self, source: str, hint: str = "") -> "Translated":
+        """Return the result; logs one warning about all ignored entries."""
         if self.unknown:
             what = f"{', '.join(self.unknown)}: not understood, as they describe things to another simulator"
             self.problems.append(f"{what}; {hint}" if hint else what)
         if self.ignored:
             _LOG.warning("%s: ignored %s, which mean nothing here", source, ", ".join(self.ignored))
-        return self.data, self.problems
+        return Translated(self.data, self.problems, self.renamed)
 
 
-def translate_train_config(given: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the translated training config, and the problems: entries that cannot be translated."""
+class Translated(NamedTuple):
+    """A translated config."""
+
+    data: dict[str, Any]
+    problems: list[str]
+    """Entries that cannot be translated."""
+    renamed: Mapping[str, str]
+    """The given dotted names of entries that have another one in ``data``, by the latter."""
+
+    def as_given(self, problems: Iterable[str]) -> list[str]:
+        """Return problems of ``data`` with the names that the user gave."""
+        named = []
+        for problem in problems:
+            key = problem.split(":", 1)[0]
+            new = next((new for new in self.renamed if key == new or key.startswith(f"{new}.")), None)
+            named.append(problem if new is None else self.renamed[new] + problem.removeprefix(new))
+        return named
+
+
+def translate_train_config(given: Mapping[str, Any], source: str) -> Translated:
+    """Return the translated training config."""
     work = _Translation(dict(given))
     trainer = work.block("trainer")
     work.ignore(trainer, _RUNTIME, "trainer.")
@@ -87,7 +110,8 @@ def translate_train_config(given: Mapping[str, Any], source: str) -> tuple[dict[
     if "initial_log_std" in policy:
         distribution = policy["distribution"] = work.mapping(policy.get("distribution"), "policy.distribution")
         given_std = policy.pop("initial_log_std")
-        work.put(distribution, "init_log_std", given_std, "policy.initial_log_std", "distribution.init_log_std")
+        called = "policy.distribution.init_log_std"
+        work.put(distribution, "init_log_std", given_std, "policy.initial_log_std", called)
     for network in ("actor", "critic"):
         layers, prefix = work.block("policy", network, "network_cfg"), f"policy.{network}.network_cfg."
         if layers.get("orthogonal_init", True) in (False, []):
@@ -116,7 +140,7 @@ def _translate_optimizer(work: _Translation, settings: dict[str, Any]) -> None:
     prefix = "algorithm.cfg.optimizer"
     for key, value in work.mapping(settings.pop("optimizer", None), prefix).items():
         if key == "learning_rate":
-            work.put(settings, key, value, f"{prefix}.{key}", key)
+            work.put(settings, key, value, f"{prefix}.{key}", f"algorithm.cfg.{key}")
         elif key != "name" or str(value).lower() != "adam":
             work.problems.append(f"{prefix}.{key}: expected Adam as it is, got {value!r}")
     prefix = "algorithm.cfg.lr_scheduler"
@@ -125,7 +149,7 @@ def _translate_optimizer(work: _Translation, settings: dict[str, Any]) -> None:
     expected = "expected constant, or linear, which falls to zero (set lr_schedule)"
     name, arguments = scheduler.pop("name", None), work.mapping(scheduler.pop("kwargs", None), f"{prefix}.kwargs")
     if name in ("constant", "linear"):
-        work.put(settings, "lr_schedule", name, prefix, "lr_schedule")
+        work.put(settings, "lr_schedule", name, f"{prefix}.name", "algorithm.cfg.lr_schedule")
     elif isinstance(given, Mapping):
         work.problems.append(f"{prefix}: {expected}, got {dict(given)!r}")
     if arguments.get("end_factor") in (0, None):
@@ -136,8 +160,9 @@ def _translate_optimizer(work: _Translation, settings: dict[str, Any]) -> None:
 
 def translate_gym_config(
     given: Mapping[str, Any], source: str, hint: str, functions: Mapping[str, Collection[str]] = MappingProxyType({})
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the translated environment config, and the problems: entries that cannot be translated.
+) -> Translated:
+    """Return the translated environment config.
+
     ``hint`` tells the user how to solve them. ``functions`` has the registered functions by section; there,
     ``{"name": {"func": ..., "params": ...}}`` becomes an entry of ``terms``."""
     work = _Translation(dict(given))
@@ -187,7 +212,7 @@ def _translate_term(
             work.problems.append(f"{key}.mode: expected 'add', got {mode!r}")
     path = term.pop("name", name) if section == "observations" else name
     entries["terms"] = work.mapping(entries.get("terms"), f"env.{section}.terms")
-    work.put(entries["terms"], path, term, key, f"terms.{path}")
+    work.put(entries["terms"], path, term, key, f"env.{section}.terms.{path}")
 
 
 def _function(entry: Any) -> str:

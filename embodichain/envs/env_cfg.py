@@ -1,5 +1,6 @@
 """Config classes of ``gym_config.json``: everything about an environment that a user can set."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -330,6 +331,12 @@ class RobotCfg(ArmCfg):
     ``tool``, ``servos``, ``servo_frequency``, ``gravity_compensation``, ``fix_base`` and ``collisions`` only."""
 
 
+def _device(name: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise ValueError(f"expected cpu, cuda or cuda:N, where N is the number of a GPU, got {name!r}")
+    return name
+
+
 @configclass
 class GymCfg(Config):
     """One environment: the contents of ``gym_config.json``."""
@@ -342,7 +349,7 @@ class GymCfg(Config):
     """Steps after which an episode is truncated; ``null`` keeps the limit of a Gymnasium environment."""
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     """Seed of all random streams; ``null`` draws one from the operating system."""
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d{1,3})?)$")] = "cpu"
+    device: Annotated[str, AfterValidator(_device)] = "cpu"
     """``cpu``, or ``cuda`` for batched simulation on a GPU."""
     num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Simulation threads on the CPU; 0 uses all available cores."""

@@ -9,7 +9,7 @@ import mujoco
 import numpy as np
 
 from embodichain.envs.physics.mujoco_cpu import log_warnings
-from embodichain.errors import AssetError
+from embodichain.errors import AssetError, ConfigError
 
 ASSETS = Path(__file__).parent / "assets"
 _PACKAGE = "package://"
@@ -119,6 +119,18 @@ def compile_spec(spec: mujoco.MjSpec, file: Path) -> mujoco.MjModel:
         check_finite(model, str(file))
         return model
     raise AssetError(f"{file} does not compile: its meshes have no volume")
+
+
+def check_mesh(file: str, key: str) -> None:
+    """Raise ``ConfigError`` if the mesh file at ``key`` of a config cannot be the shape of a body."""
+    spec = mujoco.MjSpec()
+    spec.add_mesh(name="mesh", file=str(find_file(file)))
+    spec.worldbody.add_body().add_geom(type=mujoco.mjtGeom.mjGEOM_MESH, meshname="mesh", mass=1.0)
+    try:
+        spec.compile()
+    except ValueError as error:
+        reason = str(error).splitlines()[0].removeprefix("Error: ")
+        raise ConfigError(f"{key}: expected a mesh (.obj, .stl or .msh), and {file} is none: {reason}") from error
 
 
 def check_finite(model: mujoco.MjModel, what: str) -> None:

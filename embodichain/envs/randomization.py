@@ -457,6 +457,9 @@ def _make(name: str, cfg: EventTermCfg, world: World) -> _Event:
     mode = cfg.mode or term.modes[0]
     if mode not in term.modes:
         raise ConfigError(f"{world.key}.mode: {cfg.func} happens in mode {' or '.join(term.modes)}, got {mode!r}")
+    if mode != "interval" and cfg.interval_range_s != EventTermCfg(cfg.func).interval_range_s:
+        problem = f"expected in mode 'interval' only, and this event is of mode {mode!r}"
+        raise ConfigError(f"{world.key}.interval_range_s: {problem}; leave it out, or set mode to 'interval'")
     return _Event(name, term, params, mode, cfg.interval_range_s)
 
 

@@ -5,7 +5,7 @@ import inspect
 import logging
 import os
 import pkgutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,15 @@ from typing import Any
 import gymnasium as gym
 
 from embodichain.config import load_config, merge
+from embodichain.config.classes import Config, shorten
 from embodichain.config.compat import translate_gym_config
 from embodichain.config.files import find_shipped
 from embodichain.envs import MUJOCO_SUITE, TASKS, register_with_gymnasium
-from embodichain.envs.env_cfg import EnvCfg, GymCfg, RobotCfg
+from embodichain.envs.env_cfg import EnvCfg, EventsCfg, GymCfg, ObservationsCfg, RewardsCfg, RobotCfg, SceneCfg
 from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
-from embodichain.envs.model_files import find_file
+from embodichain.envs.model_files import check_mesh, find_file
 from embodichain.envs.multi_task import MULTI_TASK, make_multi_task
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.publishing import publish_if_asked
@@ -30,7 +31,15 @@ from embodichain.envs.task import Task
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.terms import OBSERVATIONS, REWARDS
 from embodichain.envs.vec_env import VecEnv
-from embodichain.errors import ConfigError, RenderingError, UnknownNameError, fits_memory, nearest, same_name
+from embodichain.errors import (
+    AssetError,
+    ConfigError,
+    RenderingError,
+    UnknownNameError,
+    fits_memory,
+    nearest,
+    same_name,
+)
 from embodichain.extras import available, config_folders, import_trusted
 
 LONGEST_EPISODE = 10_000
@@ -38,6 +47,14 @@ LONGEST_EPISODE = 10_000
 _LOG = logging.getLogger(__name__)
 _FUNCTIONS = {"events": EVENTS, "rewards": REWARDS, "observations": OBSERVATIONS}
 """Sections of ``env`` that call registered functions, as ``{"func": NAME, "params": {...}}``."""
+_CALLS: dict[str, tuple[str, type[Config]]] = {
+    "events": ('an event {"func": NAME, "mode": ..., "params": {...}}', EventsCfg),
+    "rewards": ('a reward term {"func": NAME, "weight": ..., "params": {...}}', RewardsCfg),
+    "observations": ('an observation {"func": NAME, "params": {...}}', ObservationsCfg),
+}
+"""How these sections call a function, and their other settings."""
+_OF_CALLS = {"mode", "params", "weight", "interval_range_s"}
+"""Keys of such a call."""
 
 MAX_COPIES = 16_384
 """Maximum number of copies of a Gymnasium environment, as each is a Python object."""
@@ -99,18 +116,27 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
     else:
         raise ConfigError(f"expected a config, the path of one or an id, got {type(config).__name__}")
     folder = Path(config).parent if isinstance(config, str | os.PathLike) and is_file else None
+    replaced = {key: given[key] for key in overrides if key in given and not isinstance(given[key], Mapping)}
     given = _with_found_files(_lay_over(given, overrides), folder)
     name = given.get("id")
     if not isinstance(name, str):
-        raise ConfigError(f"id: expected the name of an environment, got {name!r}")
+        problem = "none" if "id" not in given else repr(name)
+        raise ConfigError(f'id: expected the name of an environment, such as "id": "ReachRL", got {problem}', source)
     if name not in gym.registry:
         name = same_name(name, _TASKS) or name
     takes = "takes the task of that name with the scene, robot, observations and rewards that it has here"
     hint = f'"gym_config": "{name}", or --trainer.gym_config {name}, {takes}'
-    given, problems = translate_gym_config(given, source, hint if name in _TASKS else "", _FUNCTIONS)
+    translated = translate_gym_config(given, source, hint if name in _TASKS else "", _FUNCTIONS)
+    given, problems = translated.data, translated.problems
+    problems += _take_incomplete_terms(given)
     base = _TASKS[name].task.default_cfg().to_dict() if name in _TASKS else {"id": name}
     try:
         cfg = GymCfg.from_dict(_lay_over(base, given) | {"id": name}, source)
+    except ConfigError as error:
+        problems += translated.as_given(error.problems)
+    problems += _nothing_to_remove(given, base)
+    try:  # a setting in the file must be valid, also if it is overridden
+        GymCfg.from_dict(replaced | {"id": name}, source)
     except ConfigError as error:
         problems += error.problems
     if problems and (unknown := unknown_id(name)):
@@ -118,6 +144,44 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
     if problems:
         raise ConfigError(problems, source)
     return cfg
+
+
+def _take_incomplete_terms(given: dict[str, Any]) -> list[str]:
+    """Remove entries that are meant to call a registered function but do not name it; return their problems."""
+    problems = []
+    for section, (call, cfg) in _CALLS.items():
+        entries = _below(given, "env", section)
+        for name, entry in list(entries.items()):
+            if name in cfg.__dataclass_fields__ or not isinstance(entry, str | Mapping):
+                continue
+            known = nearest(str(name), cfg.__dataclass_fields__)
+            calls = isinstance(entry, Mapping) and bool(_OF_CALLS & entry.keys())
+            if "Did you mean" in known and not calls:  # a typing error in a setting
+                continue
+            del entries[name]
+            got = f"got {shorten(entry)}{', which has no func' if isinstance(entry, Mapping) else ''}"
+            wanted = f"expected {call}, or one of the settings of env.{section}"
+            problems.append(f"env.{section}.{name}: {wanted}, {got}.{known}")
+    return problems
+
+
+def _nothing_to_remove(given: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    """Return the problems of events and parts of the scene that are ``null`` without the task having them."""
+    problems = []
+    for path in (*(("env", "scene", kind) for kind in SceneCfg.__dataclass_fields__), ("env", "events", "terms")):
+        own = _below(base, *path)
+        for name, entry in _below(given, *path).items():
+            if entry is None and name not in own:
+                problem = f"null removes one of the task, which has none of that name.{nearest(str(name), own)}"
+                problems.append(f"{'.'.join(path)}.{name}: {problem}")
+    return problems
+
+
+def _below(tree: Any, *path: str) -> dict[str, Any]:
+    """Return the block at a path of a config; an empty one if there is none."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree if isinstance(tree, dict) else {}
 
 
 def unknown_id(name: str) -> str | None:
@@ -196,7 +260,10 @@ def _with_found_meshes(given: Mapping[str, Any], folder: Path | None) -> Mapping
     found = {}
     for name, thing in here.items():
         if isinstance(thing, Mapping) and isinstance(thing.get("file"), str):
-            found[name] = {"file": str(find_file(thing["file"], folder))}
+            try:
+                found[name] = {"file": str(find_file(thing["file"], folder))}
+            except AssetError as error:
+                raise ConfigError(f"env.scene.objects.{name}.file: {error}") from error
     return merge(given, {"env": {"scene": {"objects": found}}}) if found else given
 
 
@@ -248,11 +315,12 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
         )
     if is_simulated_here(cfg):
         task = _TASKS[cfg.id].task
-        if cfg.robot != task.default_cfg().robot or not is_ours(cfg.robot):
-            from embodichain.envs.task_starts import with_start  # slow to import, and for other robots only
+        with _naming_meshes(cfg):
+            if cfg.robot != task.default_cfg().robot or not is_ours(cfg.robot):
+                from embodichain.envs.task_starts import with_start  # slow to import, and for other robots only
 
-            cfg = with_start(cfg, task)
-        model = task.build_model(cfg)
+                cfg = with_start(cfg, task)
+            model = task.build_model(cfg)
         if cfg.device == "cpu":
             physics = MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads, task.outputs)
             return publish_if_asked(TaskEnv(cfg, task, physics))
@@ -268,7 +336,7 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
     given += ["robot"] if cfg.robot != default.robot else []
     if given:
         problem = "is simulated by Gymnasium, where this cannot be set; leave it out"
-        problem += ", or native: false" if cfg.id in _TASKS and not cfg.native else ""
+        problem += ", or leave out native: false" if cfg.id in _TASKS and not cfg.native else ""
         raise ConfigError([f"{name}: {cfg.id} {problem}" for name in given])
     if cfg.num_envs > MAX_COPIES:
         problem = f"num_envs: expected at most {MAX_COPIES} copies of a Gymnasium environment, got {cfg.num_envs}"
@@ -290,6 +358,18 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
             known = _arguments(cfg.id, trusted_modules)
             hint = nearest(refused[0], known) if known else f" ({error})"
             raise ConfigError(f"kwargs.{refused[0]}: {cfg.id} takes no such argument.{hint}") from error
+        raise
+
+
+@contextlib.contextmanager
+def _naming_meshes(cfg: GymCfg) -> Iterator[None]:
+    """Name the object whose mesh is the reason why a model does not compile."""
+    try:
+        yield
+    except AssetError:
+        for name, thing in cfg.env.scene.objects.items():
+            if thing is not None and thing.file is not None:
+                check_mesh(thing.file, f"env.scene.objects.{name}.file")
         raise
 
 

@@ -1,11 +1,12 @@
 """Config classes of ``env.scene`` (objects, fixtures, goals, views) and of cameras that observe."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
-from embodichain.config.classes import MISSING, Config, Fraction, NotNegative, Number, Positive, configclass
+from embodichain.config.classes import MISSING, Config, Fraction, NotNegative, Number, Positive, configclass, shorten
 from embodichain.envs.curricula import Range
 from embodichain.errors import ConfigError, nearest
 
@@ -35,7 +36,15 @@ def _rotation(quat: tuple[float, float, float, float]) -> tuple[float, float, fl
 Rotation = Annotated[tuple[Number, Number, Number, Number], AfterValidator(_rotation)]
 """Orientation as a quaternion (w, x, y, z) of any nonzero length."""
 Rgba = Annotated[tuple[Fraction, ...], Field(min_length=3, max_length=4)]
-ThingName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+
+
+def _thing_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        raise ValueError(f"expected a name of letters, digits and _ that begins with a letter, got {name!r}")
+    return name
+
+
+ThingName = Annotated[str, AfterValidator(_thing_name)]
 """Name of a thing in a scene."""
 
 
@@ -280,7 +289,12 @@ def fixture_cfg(given: Any) -> Fixture | None:
     """Return the config of a fixture of the given ``kind``; ``None`` for ``null``."""
     if given is None or type(given) in _KINDS.values():
         return given
-    kind = given.get("kind") if isinstance(given, Mapping) else None
+    kinds = ", ".join(sorted(_KINDS))
+    if not isinstance(given, Mapping):
+        raise ValueError(f'expected a fixture {{"kind": ...}} (one of {kinds}), got {shorten(given)}')
+    if "kind" not in given:
+        raise ConfigError(f"kind: expected the kind of the fixture, got none. Valid: {kinds}.")
+    kind = given["kind"]
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(f"kind: unknown kind of fixture {kind!r}.{nearest(str(kind), _KINDS)}")
     return _KINDS[kind].from_dict(given)

@@ -166,7 +166,7 @@ def test_all_that_is_not_understood_stands_in_one_error(folder: Path) -> None:
         load_train_config(write(folder / "trainings/train.json", data))
     text = str(caught.value)
     for name in (
-        "trainer.rollout_steps: is called buffer_size",
+        "trainer.rollout_steps: is called trainer.buffer_size",
         "trainer.segment_length: unknown key",
         "trainer.events.train.push",
         "algorithm.cfg.optimizer.name",
@@ -184,6 +184,16 @@ def test_all_that_is_not_understood_stands_in_one_error(folder: Path) -> None:
     assert text.count("Valid: buffer_size") == 1  # the valid names are listed once
 
 
+def test_problems_have_the_names_that_were_given(folder: Path) -> None:
+    data = changed(TRAIN, trainer__rollout_steps=-1, algorithm__cfg__optimizer={"learning_rate": -1.0})
+    with pytest.raises(ConfigError) as caught:
+        load_train_config(write(folder / "trainings/train.json", data))
+    assert "trainer.rollout_steps: expected greater than" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_gym_config({"id": "ReachRL", "env": {"events": {"a": {"func": "mass", "mode": "resett"}}}})
+    assert caught.value.problems[0].startswith("env.events.a.mode: expected 'reset'")
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -196,11 +206,11 @@ def test_all_that_is_not_understood_stands_in_one_error(folder: Path) -> None:
         ({"trainer__events": {"eval": "film"}}, "trainer.events.eval: expected a mapping, got 'film'"),
         (
             {"algorithm__cfg__learning_rate": 1e-3},
-            "algorithm.cfg.optimizer.learning_rate: is called learning_rate here, and both are given",
+            "algorithm.cfg.optimizer.learning_rate: is called algorithm.cfg.learning_rate here, and both are given",
         ),
         (
             {"algorithm__cfg": {"lr_schedule": "constant", "lr_scheduler": {"name": "linear"}}},
-            "algorithm.cfg.lr_scheduler: is called lr_schedule here, and both are given",
+            "algorithm.cfg.lr_scheduler.name: is called algorithm.cfg.lr_schedule here, and both are given",
         ),
         (
             {"algorithm__cfg": {"lr_scheduler": {"name": "linear", "kwargs": {"total_iters": 10}}}},
@@ -217,7 +227,7 @@ def test_all_that_is_not_understood_stands_in_one_error(folder: Path) -> None:
         ),
         (
             {"policy__distribution": {"init_log_std": 0.5}},
-            "policy.initial_log_std: is called distribution.init_log_std here, and both are given",
+            "policy.initial_log_std: is called policy.distribution.init_log_std here, and both are given",
         ),
         ({"policy__distribution": "gaussian"}, "policy.distribution: expected a mapping, got 'gaussian'"),
         ({"policy__distribution": ["a"]}, "policy.distribution: expected a mapping, got ['a']"),

@@ -1,5 +1,7 @@
 """Odd robots, scenes and terms: what can be understood works, and what is wrong is one message that says what to do."""
 
+import json
+
 import mujoco
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.registration import load_gym_config, make, make_to_watch
 from embodichain.envs.robots import Robot, build_model, describe
-from embodichain.errors import AssetError, ConfigError
+from embodichain.errors import AssetError, ConfigError, EnvContractError, UnknownNameError
 
 LINK = """<body name="l{i}" pos="0 0 0.2"><joint name="j{i}" axis="{axis}" range="-2 2" damping="1" armature="0.05"/>
   <geom type="capsule" fromto="0 0 0 0 0 0.2" size="0.03" mass="1"/>"""
@@ -89,6 +91,10 @@ def events(**terms):
     return {"events": terms}
 
 
+def masses(bounds):
+    return events(a={"func": "mass", "params": {"range": bounds}})
+
+
 def cameras(*names):
     return {"observations": {"cameras": [{"name": name, "pos": [1, 0, 1], "lookat": [0, 0, 0]} for name in names]}}
 
@@ -143,6 +149,50 @@ CAMERA = {"pos": [1.0, 0.0, 1.0], "lookat": [1.0, 0.0, 1.0]}
         ("ReachRL", observations(**{"a//b/": POINT}), "got 'a//b/'"),
         ("ReachRL", observations(robot=POINT), "env.observations.terms.robot: this is a group, of robot/qpos"),
         ("CartPole-v1", events(it={"func": "mass"}), "env.events: CartPole-v1 is simulated by Gymnasium"),
+        (
+            "PushCubeRL",
+            {"events": {"a": {"mode": "reset", "params": {"range": [1, 2]}}}},
+            'env.events.a: expected an event {"func": NAME, "mode": ..., "params": {...}}, or one of the settings of '
+            "env.events, got {'mode': 'reset', 'params': {'range': [...]}}, which has no func. Valid: dem",
+        ),
+        ("PushCubeRL", {"events": {"a": "mass"}}, 'env.events.a: expected an event {"func": NAME'),
+        ("PushCubeRL", {"rewards": {"x": {"weight": 1.0}}}, "which has no func"),
+        ("PushCubeRL", {"events": {"randomize_mas": {}}}, "unknown key, got {} (dict). Did you mean 'randomize_mass'"),
+        ("PushCubeRL", masses(1.0), "env.events.a.params.range: expected two numbers [low, high], got 1.0"),
+        ("PushCubeRL", masses([1, 2, 3]), "params.range: expected two numbers [low, high], got [1, 2, 3]"),
+        (
+            "PushCubeRL",
+            masses({"curriculum": {"by": "steps", "from": [1], "to": [1, 2], "between": [3, 8]}}),
+            "env.events.a.params.range.curriculum.from: expected two numbers [low, high], got [1]",
+        ),
+        (
+            "PushCubeRL",
+            masses({"curriculum": {"by": "steps", "from": [1, "a"], "to": [1, 2], "between": [3, 8]}}),
+            "curriculum.from.1: expected a number, got 'a'",
+        ),
+        (
+            "PushCubeRL",
+            events(a={"func": "mass", "interval_range_s": [1, 2], "params": {"range": [1, 2]}}),
+            "env.events.a.interval_range_s: expected in mode 'interval' only, and this event is of mode 'reset'",
+        ),
+        (
+            "PushCubeRL",
+            {"events": {"terms": {"nothing": None}}},
+            "env.events.terms.nothing: null removes one of the task, which has none",
+        ),
+        ("PressButtonRL", {"scene": {"fixtures": {"pannel": None}}}, "none of that name. Did you mean 'panel'?"),
+        ("PressButtonRL", {"scene": {"goals": {"x": None}}}, "env.scene.goals.x: null removes one of the task"),
+        (
+            "PressButtonRL",
+            {"scene": {"fixtures": {"a": {}}}},
+            "env.scene.fixtures.a.kind: expected the kind of the fixture, got none. Valid: bin, button, door,",
+        ),
+        ("PressButtonRL", {"scene": {"fixtures": {"a": "bin"}}}, 'expected a fixture {"kind": ...} (one of bin,'),
+        (
+            "ReachRL",
+            {"scene": {"objects": {"1a": {}}}},
+            "expected a name of letters, digits and _ that begins with a letter, got '1a'",
+        ),
     ],
 )
 def test_worlds_that_cannot_be_meant_are_one_message(id, env, told):
@@ -176,6 +226,46 @@ def test_gymnasiums_own_environments_refuse_what_they_would_ignore(id, key, valu
         value = id == "HalfCheetah-v5"
     with pytest.raises(ConfigError, match=f"env.{key}: {id} is simulated by Gymnasium, where this cannot be set"):
         make({"id": id, "num_envs": 1, "native": False, "env": {key: value}})
+
+
+def test_own_environments_in_place_of_gymnasiums_are_pointed_to():
+    weights = {"id": "HalfCheetah-v5", "native": False, "env": {"rewards": {"weights": {"x": 1.0}}}}
+    with pytest.raises(ConfigError, match=r"env\.rewards: .* leave it out, or leave out native: false"):
+        make(weights, num_envs=1)
+
+
+@pytest.mark.parametrize(("native", "told"), [(False, "sub_envs is missing"), (True, "sub_envs is unknown here")])
+def test_a_state_of_another_environment_is_refused(native, told):
+    with make("HalfCheetah-v5", num_envs=2, native=not native) as other:
+        other.reset(seed=0)
+        state = other.get_state()
+    with make("HalfCheetah-v5", num_envs=2, native=native) as env, pytest.raises(EnvContractError, match=told):
+        env.set_state(state)
+
+
+@pytest.mark.parametrize("text", ["no mesh at all", ""])
+@pytest.mark.parametrize("name", ["bad.stl", "bad.obj", "bad.txt"])
+def test_a_bad_mesh_is_named_by_its_setting(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    scene = {"objects": {"a": {"shape": "mesh", "file": str(tmp_path / name)}}}
+    with pytest.raises(ConfigError, match=rf"env\.scene\.objects\.a\.file: expected a mesh .*{name} is none"):
+        make({"id": "ReachRL", "env": {"scene": scene}}, num_envs=1)
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_envs", -1), ("num_envs", 2.5), ("num_envs", "4"), ("seed", -1)])
+def test_a_wrong_setting_of_a_file_is_an_error_also_where_it_is_overridden(tmp_path, key, value):
+    file = tmp_path / "gym.json"
+    file.write_text(json.dumps({"id": "ReachRL", key: value}))
+    with pytest.raises(ConfigError, match=f"{key}: expected"):
+        make_to_watch(file, num_envs=1, seed=0)
+    file.write_text(json.dumps({key: 1}))
+    with pytest.raises(ConfigError, match=r"gym\.json: 1 problem\n.*id: expected the name of an environment.*got none"):
+        make(file)
+
+
+def test_an_unknown_robot_may_be_one_of_a_module_of_the_users():
+    with pytest.raises(UnknownNameError, match=r"'xarm7'.* calls register_robot, name it: --trust MODULE"):
+        make({"id": "ReachRL", "robot": {"uid": "xarm7"}})
 
 
 def test_gymnasiums_own_environments_have_no_robot_of_ours():

@@ -15,7 +15,7 @@ from embodichain.envs.fixtures import BinCfg, ButtonsCfg, PegCfg
 from embodichain.envs.registration import load_gym_config, make, register_task
 from embodichain.envs.scenes import TRIES, _first_free, about_vertical
 from embodichain.envs.tasks.kit import KitTask, climb, kit_cfg, reward, stages
-from embodichain.errors import AssetError, ConfigError
+from embodichain.errors import ConfigError
 
 AREA = PoseRangeCfg(x=(0.35, 0.7), y=(-0.3, 0.3), yaw=(-1.0, 1.0))
 TETRA = "v 0 0 0\nv 0.05 0 0\nv 0 0.05 0\nv 0 0 0.05\nf 1 3 2\nf 1 2 4\nf 2 3 4\nf 1 4 3\n"
@@ -168,8 +168,8 @@ def test_progress_up_a_ladder_counts_the_highest_stage():
         ({"objects": {"x": {"shape": "mesh"}}}, ConfigError, ["objects.x.file: expected a file"]),
         (
             {"objects": {"x": {"shape": "mesh", "file": "no.obj"}}},
-            AssetError,
-            ["no such file: no.obj"],
+            ConfigError,
+            ["env.scene.objects.x.file: no such file: no.obj"],
         ),
         ({"objects": {"x": {"quat": [0, 0, 0, 0]}}}, ConfigError, ["objects.x.quat: expected a rotation"]),
         ({"fixtures": {"x": {"kind": "drawr"}}}, ConfigError, ["env.scene.fixtures.x.kind: unknown", "'drawer'"]),

@@ -147,13 +147,14 @@ def load_train_config(
             settings = {"value_warmup": _CLONE_WARMUP} | given["algorithm"]["cfg"]
             given["algorithm"] = given["algorithm"] | {"cfg": settings}
             _LOG.info("value_warmup: %d, as the critic of a clone is untrained", settings["value_warmup"])
-    data, problems = translate_train_config(given, str(file))
+    translated = translate_train_config(given, str(file))
+    data, problems = translated.data, translated.problems
     if gym_config is not None and isinstance(data.get("trainer"), dict):
         data["trainer"]["gym_config"] = gym_config
     try:
         cfg = TrainCfg.from_dict(data, source=str(file))
     except ConfigError as error:
-        problems += error.problems
+        problems += translated.as_given(error.problems)
     if problems:
         import_trusted(trusted_modules, config_folders(file))  # they may register the names
         raise ConfigError(problems + _problems_below(data, file.parent), str(file))
