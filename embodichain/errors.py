@@ -177,16 +177,20 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "array is too big")
 
 
+def lacks_memory(error: Exception) -> bool:
+    """Return whether an exception, not one of this package, tells that memory cannot be allocated."""
+    if isinstance(error, EmbodiChainError) or not isinstance(error, MemoryError | RuntimeError | ValueError):
+        return False
+    return isinstance(error, MemoryError) or any(part in str(error) for part in _NO_MEMORY)
+
+
 @contextmanager
 def fits_memory(key: str, what: str, source: str = "configuration") -> Iterator[None]:
     """Convert a failed allocation inside the block to a ``ConfigError``: ``key: what does not fit ...``."""
     try:
         yield
     except (MemoryError, RuntimeError, ValueError) as error:
-        text = str(error)
-        if isinstance(error, EmbodiChainError) or not (
-            isinstance(error, MemoryError) or any(part in text for part in _NO_MEMORY)
-        ):
+        if not lacks_memory(error):
             raise
         problem = f"{key}: {what} does not fit into the memory there is; choose a smaller one"
         raise ConfigError(problem, source) from error

@@ -28,7 +28,7 @@ class JointRangeCfg(Config):
     """Randomisation of the initial joint state."""
 
     position: NotNegative = 0.0
-    """Maximum offset of each joint position, in radians or metres."""
+    """Maximum offset of each joint position, in radians or metres; joints stay within their limits."""
     velocity: NotNegative = 0.0
     """Maximum initial velocity of each joint, in rad/s or m/s."""
 

@@ -26,7 +26,7 @@ from embodichain.envs.actions import RobotActionManager, chain_of
 from embodichain.envs.kinematics import SerialChain, dot, length, rotation_error
 from embodichain.envs.robots import Arm, Robot
 from embodichain.envs.vec_env import SEGMENTS
-from embodichain.errors import ConfigError, nearest
+from embodichain.errors import ConfigError, EnvContractError, nearest
 
 Direction: TypeAlias = Sequence[float] | Tensor
 """A unit vector in the world, ``(x, y, z)`` for all envs or ``[n, 3]``."""
@@ -85,6 +85,7 @@ class Tool:
         segment: str = "move",
     ) -> Stage:
         """Return a stage of this tool; ``grip`` is a number or ``[n]``, ``rotation`` ``[3, 3]`` or ``[n, 3, 3]``."""
+        _check_flags("until", until)
         column = torch.ones_like(self.pos[:, :1])
         fingers = grip.to(column.dtype).unsqueeze(1) if isinstance(grip, Tensor) else grip * column
         turned = self.home if rotation is None else rotation
@@ -133,6 +134,14 @@ def gain_of(arm: Arm) -> float:
     return GAIN if arm.saturation > _SATURATES else 0.5 * GAIN
 
 
+def _check_flags(name: str, flags: Tensor) -> None:
+    """Raise ``EnvContractError`` if a condition is not bool ``[n]``."""
+    if not isinstance(flags, Tensor) or flags.dtype != torch.bool:
+        got = f"{str(flags.dtype)[6:]} {list(flags.shape)}" if isinstance(flags, Tensor) else type(flags).__name__
+        advice = "compare with a threshold: opening > 0.01"
+        raise EnvContractError(f"{name}: expected a condition, bool [num_envs], got {got}; {advice}")
+
+
 def sequence(*stages: Stage) -> Stage:
     """Return in each env the first stage that is not complete, or the last one."""
     chosen = stages[-1]
@@ -145,6 +154,7 @@ def sequence(*stages: Stage) -> Stage:
 
 def either(condition: Tensor, one: Stage, other: Stage) -> Stage:
     """Return ``one`` where ``condition`` ``[n]`` is true, and ``other`` elsewhere."""
+    _check_flags("condition", condition)
     parts = (torch.where(_like(condition, a), a, b) for a, b in zip(one, other, strict=True))
     return Stage(*parts)
 
@@ -162,6 +172,7 @@ def _number(segment: str) -> int:
 
 def unless(condition: Tensor, stage: Stage) -> Stage:
     """Return a stage that is also complete where ``condition`` ``[n]`` is true, such as a grasp of a placed object."""
+    _check_flags("condition", condition)
     return stage._replace(until=stage.until | condition)
 
 
@@ -188,6 +199,7 @@ def grasp(
     rotation: Tensor | None = None,
 ) -> Stage:
     """Approach a point ``[n, 3]`` along a direction with open fingers, and close them; complete where ``held``."""
+    _check_flags("held", held)
     ahead, aside, direction = _split(at - tool.pos, along)
     aligned = (length(aside) < tolerance) | held
     far = (ahead > 0.5 * clearance) | aligned
@@ -216,6 +228,7 @@ def place(
 
     ``released`` ``[n]`` is whether the fingers are open. Complete where the object is at ``to`` and the tool has left.
     """
+    _check_flags("released", released)
     _, aside, direction = _split(to - what, along)
     placed = length(to - what) < tolerance
     over = to - clearance * direction

@@ -133,6 +133,8 @@ class Task(ABC):
     """Whether the task supports ``env.language``."""
     understands_commands: ClassVar[bool] = False
     """Whether the task supports ``env.command``."""
+    needs_success: ClassVar[bool] = False
+    """Whether ``success`` must not return ``None``."""
 
     robot: Robot
     """The robot, if the task has one."""
@@ -148,6 +150,15 @@ class Task(ABC):
         if robot is not None:
             self.robot = robot
             self._home = robot.home(self._home)
+            start = self._home[robot.qpos][robot.joint_columns]
+            lower, upper = robot.lower.to(start), robot.upper.to(start)
+            endless = lower >= upper  # a joint without limits
+            low, high = (
+                (lower - start).masked_fill(endless, -torch.inf),
+                (upper - start).masked_fill(endless, torch.inf),
+            )
+            self._room = low.clamp_max(0.0), high.clamp_min(0.0)
+            """How far each joint can be moved from where it starts, within its limits."""
         if robot is None and not cfg.env.scene.empty:
             raise ConfigError(f"env.scene: {cfg.id} has a scene of its own, which a config cannot add to; leave it out")
         self.placed = None if cfg.env.scene.empty else self._builder().place_scene(cfg, physics)
@@ -247,7 +258,8 @@ class Task(ABC):
         spread = self.cfg.env.events.randomize_robot
         if spread is not None:
             drawn = streams.uniform(env_ids, 2 * joints, -1.0, 1.0)
-            add_columns(qpos, self.robot.qpos, self.robot.joint_columns, spread.position * drawn[:, :joints])
+            moved = (spread.position * drawn[:, :joints]).clamp(*self._room)
+            add_columns(qpos, self.robot.qpos, self.robot.joint_columns, moved)
             add_columns(qvel, self.robot.qvel, self.robot.joint_columns, spread.velocity * drawn[:, joints:])
         start = ResetState(qpos, qvel)
         if self.placed is not None:

@@ -23,9 +23,10 @@ from embodichain.envs.random import RandomStreams, channel
 from embodichain.envs.randomization import DomainRandomization, Draw, World, places
 from embodichain.envs.resets import Drawn, EnvState, Resets, check_state
 from embodichain.envs.task import Measurements, ResetState, Scene, Task
+from embodichain.envs.task_contract import check_first_calls
 from embodichain.envs.terms import LAST_ACTION, ObservationTerms, RewardTerms
 from embodichain.envs.vec_env import Action, EnvIds, StepOutcome, StepResult, VecEnv
-from embodichain.errors import ConfigError, EnvContractError, nearest
+from embodichain.errors import ConfigError, nearest
 from embodichain.utils.cuda_graphs import GraphedStep, StepParts, copy_together
 
 _SECTIONS = ("events", "observations")
@@ -53,6 +54,7 @@ class TaskEnv(VecEnv):
         self._joints = slice(None) if self.robot is None else self.robot.qpos
         self.action_space = self.action_manager.space
         self._scoring = Scoring(cfg, self.task, self.num_envs, self.max_episode_steps)
+        check_first_calls(self.task, self.num_envs, self.action_manager.action_dim, self._scoring.own_terms)
         self._terms = ObservationTerms(cfg.env.observations.terms, self.task)
         self._uses_last_action = self._terms.needs_last_action or self._scoring.terms.needs_last_action
         self.seed = secrets.randbits(61) if cfg.seed is None else cfg.seed
@@ -116,14 +118,13 @@ class TaskEnv(VecEnv):
 
     def _check_terms(self) -> None:
         """Evaluate the task and the terms of the config on the first state, so that mistakes raise an error now."""
-        solved, task = self.task.success(Measurements(self._measurements())), type(self.task).__name__
-        _check_flags(f"{task}.success", solved, self.num_envs)
+        solved = self.task.success(Measurements(self._measurements()))
         action = torch.zeros(self.num_envs, self.action_manager.action_dim, device=self.device)
         last = {LAST_ACTION: action} if self._uses_last_action else {}
         self._terms.check({**self._measurements(), **last})
         added = last if solved is None else {**last, "success": solved.float()}  # by a step, before it is scored
         scene = {**self._measurements(), **added}
-        _check_flags(f"{task}.failed", self.task.failed(Measurements(scene)), self.num_envs)
+        self.task.failed(Measurements(scene))
         self._scoring.terms.check(scene, action)
 
     def _add_sensors(self) -> None:
@@ -490,6 +491,9 @@ class Scoring:
         self._sparse = cfg.env.rewards.mode == "sparse"
         self._ends_with_success = cfg.env.terminate_on_success
         self._weights = _reward_weights(cfg, task, self.terms)
+        sparse_or_replaced = self._weights if self._sparse else self.terms.weights
+        self.own_terms = [name for name in self._weights if name not in sparse_or_replaced]
+        """Terms that the task itself has to return."""
         self._weight_column = torch.tensor(list(self._weights.values()), device=device).unsqueeze(1)
         self._weighs = any(weight != 1.0 for weight in self._weights.values())
         self._limit = torch.tensor(max_episode_steps, device=device)
@@ -574,18 +578,6 @@ def _reward_weights(cfg: GymCfg, task: Task, terms: RewardTerms) -> dict[str, fl
         raise ConfigError([f"{problem}.{nearest(n, known)}" for problem, n in zip(problems, missing, strict=True)])
     weights = {**known, **cfg.env.rewards.weights, **dict.fromkeys(terms.removed, 0.0)}
     return {name: weight for name, weight in weights.items() if weight != 0.0}
-
-
-def _check_flags(name: str, flags: Any, num_envs: int) -> None:
-    """Raise ``EnvContractError`` if what a task returned is neither ``None`` nor bool ``[num_envs]``."""
-    is_tensor = isinstance(flags, Tensor)
-    if flags is None or (is_tensor and flags.dtype == torch.bool and list(flags.shape) == [num_envs]):
-        return
-    got = f"{str(flags.dtype).removeprefix('torch.')} {list(flags.shape)}" if is_tensor else type(flags).__name__
-    raise EnvContractError(
-        f"{name} must return bool [num_envs], here [{num_envs}], or None; got {got}. Compare with a threshold, one "
-        'result per env: scene["distance"] < 0.02'
-    )
 
 
 def _record(cfg: GymCfg, task_class: type[Task]) -> Demonstrations | None:

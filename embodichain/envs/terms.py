@@ -16,6 +16,7 @@ term may be a class: it is constructed once with its parameters, and called with
 import dataclasses
 import functools
 import inspect
+import logging
 import pkgutil
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +30,10 @@ from embodichain.config.classes import Config, NotNegative, Positive, configclas
 from embodichain.envs.env_cfg import ObservationTermCfg, RewardTermCfg
 from embodichain.envs.kinematics import dot, length, mean_square
 from embodichain.envs.task import Scene, Task
+from embodichain.envs.task_contract import blamed_on, is_same_code, wrong_number, wrong_rows
 from embodichain.errors import ConfigError, nearest
 
+_LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 Place = str | tuple[float, float, float]
 """A measured thing (``"cube"``, ``"ee"``), or a point in the world."""
@@ -53,17 +56,33 @@ class TermRegistry(Generic[F]):
         self._parameters: dict[str, Any] = {}
 
     def register(self, name: str) -> Callable[[F], F]:
-        """Return a decorator that registers a function or class; an existing name is replaced."""
+        """Return a decorator that registers a function or class; an earlier one of that name is replaced.
+
+        Names of this package's own functions are refused.
+        """
 
         def add(function: F) -> F:
             first = tuple(inspect.signature(function).parameters)[: len(self.given)]
             if not isinstance(function, type) and first != self.given:
                 raise TypeError(f"{self.kind} {name!r}: expected the arguments {self.given} first, got {first}")
+            self._check_free(name, function)
             self._functions[name] = function
             self._parameters.pop(name, None)
             return function
 
         return add
+
+    def _check_free(self, name: str, function: Any) -> None:
+        """Refuse the name of another function of this package, and warn of that of another one."""
+        before = self._functions.get(name)
+        if before is None or is_same_code(before, function):
+            return
+        old = before if isinstance(before, str) else f"{before.__module__}.{before.__qualname__}"
+        new = f"{function.__module__}.{function.__qualname__}"
+        if old.startswith("embodichain."):
+            problem = f"{name!r} is a {self.kind} of this package, {old}, which {new} would replace"
+            raise ConfigError(f"{problem}; register it under another name", f"{self.kind} {name!r}")
+        _LOG.warning("the %s %r, %s, is replaced by %s; give one of them another name", self.kind, name, old, new)
 
     def __contains__(self, name: object) -> bool:
         return name in self._functions
@@ -155,6 +174,8 @@ class RewardTerms:
     def __init__(self, cfgs: Mapping[str, RewardTermCfg | None], task: Task) -> None:
         used = {name: cfg for name, cfg in cfgs.items() if cfg is not None}
         self._task, self._params = task, {name: cfg.params for name, cfg in used.items()}
+        self._functions = {name: cfg.func for name, cfg in used.items()}
+        self._who = {name: f"the {REWARDS.kind} {cfg.func!r} (env.rewards.terms.{name})" for name, cfg in used.items()}
         self._terms = _bind_all(REWARDS, used, "env.rewards.terms")
         self.weights = {name: cfg.weight for name, cfg in used.items()}
         """Weight of each term."""
@@ -169,10 +190,11 @@ class RewardTerms:
     def check(self, scene: Scene, action: Tensor) -> None:
         """Raise one ``ConfigError`` for all terms that read unmeasured quantities, or do not return ``[n]``."""
         problems = []
-        for name, term in self._terms.items():
+        for name, term in list(self._terms.items()):
             key = f"env.rewards.terms.{name}"
             try:
-                value = term(self._task, scene, action)
+                with blamed_on(self._who[name], passes=KeyError):
+                    value = term(self._task, scene, action)
             except UnmeasuredError as error:
                 problems.append(error.message_at(key, self._params[name]))
                 continue
@@ -180,12 +202,28 @@ class RewardTerms:
                 problems += [f"{key}: {problem}" for problem in error.problems]
                 continue
             except KeyError:  # quantities that a custom function reads may exist only after a step
+                self._terms[name] = self._checked_later(name, term)
                 continue
-            if value.shape != action.shape[:1]:
-                expected = "expected a function that returns one number per env"
-                problems.append(f"{key}: {expected}, got shape {list(value.shape)}")
+            wrong = wrong_number(value, len(action))
+            if wrong is not None:
+                problems.append(f"{key}: {wrong} of {self._functions[name]!r}")
         if problems:
             raise ConfigError(problems)
+
+    def _checked_later(self, name: str, term: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a stand-in for a term, which checks its first value and then gives way to it."""
+        terms, who, func = self._terms, self._who[name], self._functions[name]
+
+        def first(task: Task, scene: Scene, action: Tensor) -> Tensor:
+            with blamed_on(who):
+                value = term(task, scene, action)
+            wrong = wrong_number(value, len(action))
+            if wrong is not None:
+                raise ConfigError(f"env.rewards.terms.{name}: {wrong} of {func!r}")
+            terms[name] = term
+            return value
+
+        return first
 
 
 class ObservationTerms:
@@ -194,6 +232,7 @@ class ObservationTerms:
     def __init__(self, cfgs: Mapping[str, ObservationTermCfg | None], task: Task) -> None:
         used = {name: cfg for name, cfg in cfgs.items() if cfg is not None}
         self._task, self._params = task, {name: cfg.params for name, cfg in used.items()}
+        self._functions = {name: cfg.func for name, cfg in used.items()}
         unclear = [path for path in cfgs if not all(path.split("/"))]
         if unclear:
             expected = "expected a path of names, such as 'cube/offset'"
@@ -203,15 +242,22 @@ class ObservationTerms:
         self.needs_last_action = _need_last_action(OBSERVATIONS, used)
 
     def check(self, scene: Scene) -> None:
-        """Raise one ``ConfigError`` for all terms that read unmeasured quantities."""
+        """Raise one ``ConfigError`` for all terms that read unmeasured quantities, or do not return ``[n, ...]``."""
         problems = []
         for path, term in self._terms.items():
+            key = f"env.observations.terms.{path}"
             try:
-                term(self._task, scene)
+                with blamed_on(f"the {OBSERVATIONS.kind} {self._functions[path]!r} ({key})"):
+                    value = term(self._task, scene)
             except UnmeasuredError as error:
-                problems.append(error.message_at(f"env.observations.terms.{path}", self._params[path]))
+                problems.append(error.message_at(key, self._params[path]))
+                continue
             except ConfigError as error:
-                problems += [f"env.observations.terms.{path}: {problem}" for problem in error.problems]
+                problems += [f"{key}: {problem}" for problem in error.problems]
+                continue
+            wrong = wrong_rows(value, self._task.physics.num_envs)
+            if wrong is not None:
+                problems.append(f"{key}: {wrong} of {self._functions[path]!r}")
         if problems:
             raise ConfigError(problems)
 
@@ -371,7 +417,10 @@ def _point(place: tuple[float, ...], device: torch.device) -> Tensor:
 @register_reward("success")
 def success(task: Task, scene: Scene, action: Tensor) -> Tensor:
     """1 where the task is solved."""
-    return measured(scene, "success")
+    if "success" not in scene:
+        problem = f"{type(task).__name__}.success returns None, so there is no success to reward"
+        raise ConfigError(f"{problem}. Return where the task is solved, bool [num_envs], or leave this term out")
+    return scene["success"]
 
 
 @register_reward("alive")

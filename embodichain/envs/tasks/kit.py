@@ -42,7 +42,7 @@ from embodichain.envs.random import RandomStreams
 from embodichain.envs.robots import Robot
 from embodichain.envs.task import Measurements, ResetState, Scene
 from embodichain.envs.tasks.arm import ArmTask
-from embodichain.errors import ConfigError
+from embodichain.errors import ConfigError, EnvContractError, look_up
 
 _HOME = {"pusher": [-0.3267, -0.21, 2.4154, -0.6345, -1.5708, -0.3267]}
 _HOME["gripper"] = [-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]
@@ -76,7 +76,7 @@ def kit_cfg(
 
 def ur5(tool: str) -> RobotCfg:
     """Return a UR5 with a tool, ``"gripper"`` or ``"pusher"``, in its home posture above the table."""
-    return RobotCfg(tool=tool, init_qpos=_HOME[tool])
+    return RobotCfg(tool=tool, init_qpos=look_up("tool of ur5", tool, _HOME))
 
 
 def reward(func: str, weight: float = 1.0, **params: Any) -> RewardTermCfg:
@@ -102,6 +102,7 @@ class KitTask(ArmTask):
     reward_weights: ClassVar[dict[str, float]] = {}
     needs: ClassVar[tuple[str, ...]] = ()
     """Names that ``env.scene`` must contain."""
+    needs_success = True
     needs_fingers: ClassVar[bool] = False
     """Whether the robot must have a gripper."""
 
@@ -146,7 +147,8 @@ class KitTask(ArmTask):
         return {}
 
     def success(self, scene: Scene) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not say when it is solved: write success(self, scene)")
+        expected = "expected a method success(self, scene) that returns where the task is solved, bool [num_envs]"
+        raise EnvContractError(f"{type(self).__name__}.success: {expected}; the class has none. Write one")
 
     def metrics(self, scene: Scene) -> dict[str, Tensor]:
         return {}
