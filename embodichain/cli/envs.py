@@ -119,7 +119,8 @@ def _check(console: Console, args: CheckArgs) -> int:
 
     with console.status(f"checking {args.id} ..."):
         results = run_checks(factory(args.num_envs), factory, args.max_steps)
-    table = Table("check", "", "what", box=None, header_style="bold", pad_edge=False)
+    table = Table("check", "", box=None, header_style="bold", pad_edge=False)
+    table.add_column("what", overflow="fold")  # with whole paths
     for result in results:
         meaning = escape(result.what.replace("``", ""))
         if result.problems:
@@ -127,6 +128,8 @@ def _check(console: Console, args: CheckArgs) -> int:
             for problem in result.problems:
                 parts = {"expected": problem.expected, "got": problem.got, "do": problem.advice}
                 what += [f"[red]{part:<8}[/red] {escape(text)}" for part, text in parts.items()]
+        elif result.warnings:
+            verdict, what = "[yellow]warn[/yellow]", [meaning, *map(escape, result.warnings)]
         elif result.skipped is not None:
             verdict, what = "[dim]-[/dim]", [f"[dim]{escape(result.skipped)}[/dim]"]
         else:
@@ -134,8 +137,10 @@ def _check(console: Console, args: CheckArgs) -> int:
         table.add_row(result.name, verdict, "\n".join(what))
     console.print(table)
     failed = sum(bool(result.problems) for result in results)
-    passed = sum(not result.problems and result.skipped is None for result in results)
+    warned = sum(bool(result.warnings) and not result.problems for result in results)
+    passed = sum(not result.problems and result.skipped is None for result in results) - warned
     summary = f"{failed} check{'s' if failed > 1 else ''} failed" if failed else "the contract is kept"
-    others = f"{passed} passed, {len(results) - failed - passed} did not apply"
+    others = f"{passed} passed, {len(results) - failed - warned - passed} did not apply"
+    others += f", {warned} warned" if warned else ""
     console.print(f"\n{args.id}: {summary} ({others})", markup=False)
     return 1 if failed else 0

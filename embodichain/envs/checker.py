@@ -16,6 +16,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from embodichain.envs.task_contract import author_line, beyond_limits
+from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.trajectories import (
     SEED,
     SEEDS,
@@ -30,12 +32,14 @@ from embodichain.envs.trajectories import (
     rows_differ,
 )
 from embodichain.envs.vec_env import ActionManager, HasExpert, VecEnv, choice_counts
-from embodichain.errors import ActionError, EnvContractError
+from embodichain.errors import ActionError, EmbodiChainError, EnvContractError
 
-Finding = tuple[str, str, str]
-"""What was expected, what was found, and how to fix it."""
+Finding = tuple[str, str, str] | str
+"""What was expected, what was found, and how to fix it; or a warning, which breaks no contract."""
 
 _BASIC = ("spaces", "reset", "step")  # if one of these fails, the others are skipped
+_AFTER = {"demonstration": "expert"}  # the second failing, the first is skipped
+_STARTS = 8  # of the expert
 _SEEDS_OR_NONE = f"{SEEDS} (-1 where an episode cannot be repeated)"
 
 
@@ -60,6 +64,8 @@ class CheckResult:
     what: str
     problems: tuple[Problem, ...] = ()
     skipped: str | None = None
+    warnings: tuple[str, ...] = ()
+    """What keeps the contract, but is hardly meant."""
 
 
 def check_env(env: VecEnv, factory: Factory | None = None, max_steps: int = 1000) -> list[Problem]:
@@ -72,20 +78,32 @@ def run_checks(env: VecEnv, factory: Factory | None = None, max_steps: int = 100
     play, broken = Play(env, factory, max_steps), ""
     results: list[CheckResult] = []
     for name, check in CHECKS.items():
-        skipped = f"not tried, because {broken!r} failed" if broken and name != "close" else None
+        before = broken or next((r.name for r in results if r.problems and r.name == _AFTER.get(name)), "")
+        skipped = f"not tried, because {before!r} failed" if before and name != "close" else None
         found: list[Finding] = []
         error = None if skipped else _error_of(lambda: found.extend(check(play)))  # noqa: B023 - called at once
         if isinstance(error, NotApplicable):
             skipped = None if found else str(error)
         elif error is not None:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            got = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-            found.append(("no exception", got, "make it work, or raise it where the cause is"))
-        problems = tuple(Problem(name, *finding) for finding in found)
-        results.append(CheckResult(name, (check.__doc__ or "").strip(), problems, skipped))
+            found.append(_raised(error))
+        problems = tuple(Problem(name, *finding) for finding in found if not isinstance(finding, str))
+        warnings = tuple(finding for finding in found if isinstance(finding, str))
+        results.append(CheckResult(name, (check.__doc__ or "").strip(), problems, skipped, warnings))
         if problems and name in _BASIC:
             broken = name
     return results
+
+
+def _raised(error: Exception) -> Finding:
+    """Describe an exception with the line of the author's code that it comes from."""
+    known, line = isinstance(error, EmbodiChainError), author_line(error)
+    if line is None and not known:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        line = f"{last.filename}, line {last.lineno}"
+    got = ". ".join([str(error), *getattr(error, "__notes__", [])])
+    got = got if known else f"{type(error).__name__}: {got}"
+    got += f" ({line})" if line is not None and line not in got else ""
+    return "no exception", got, "correct what it says" if known else "correct that line, or what it is called with"
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:
@@ -199,13 +217,15 @@ def check_spaces(play: Play) -> Iterator[Finding]:
 
 
 def check_reset(play: Play) -> Iterator[Finding]:
-    """``reset`` returns an observation that matches its space, and the episode seeds."""
+    """``reset`` returns an observation that matches its space and episode seeds; joints are within their limits."""
     result = play.env.reset(seed=SEED)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         yield "reset returns (obs, info)", type(result).__name__, "return a TensorDict and a dict"
         return
     yield from _observation(play.env, result[0], "obs")
     yield from _tensor(play.env, _SEEDS_OR_NONE, result[1].get("episode_seed"), torch.int64)
+    if isinstance(play.env, TaskEnv):
+        yield from beyond_limits(play.env.physics.model, play.env.physics.qpos)
 
 
 def check_step(play: Play) -> Iterator[Finding]:
@@ -446,6 +466,22 @@ def check_expert(play: Play) -> Iterator[Finding]:
     yield from _unchanged(play, trajectory, "asking the expert changes nothing")
 
 
+def check_demonstration(play: Play) -> Iterator[Finding]:
+    """The expert solves its task from every start that is tried."""
+    need(isinstance(play.env, HasExpert) and play.env.has_expert, "the environment has no expert")
+    if play.factory is None:
+        solved = play.demonstrations()
+    else:
+        with play.factory(_STARTS) as env:
+            solved = Play(env, None, play.max_steps).demonstrations()
+    if solved is None:
+        raise NotApplicable("the environment measures no success")
+    count = int(solved.sum())
+    if count < len(solved):
+        advice = "embodichain play shows what it does" if count == 0 else "what it does not solve is streamed as well"
+        yield f"the expert solved {count} of {len(solved)} starts; {advice}"
+
+
 def check_close(play: Play) -> Iterator[Finding]:
     """``close`` can be called more than once."""
     play.env.close()
@@ -469,6 +505,7 @@ CHECKS: dict[str, Callable[[Play], Iterator[Finding]]] = {
     "state": check_state,
     "actions": check_actions,
     "expert": check_expert,
+    "demonstration": check_demonstration,
     "close": check_close,
 }
 """All checks in order; the docstring of each describes what it checks."""

@@ -85,6 +85,23 @@ class Play:
         for _ in range(steps if isinstance(self.env, HasExpert) and self.env.has_expert else 0):
             yield Frame(*self.env.step(self.env.expert_action()))  # type: ignore[attr-defined]
 
+    def demonstrations(self) -> Tensor | None:
+        """Return in which envs the expert solves its first episode, bool ``[num_envs]``; None without that metric."""
+        env: Any = self.env
+        env.reset(seed=SEED)
+        solved = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
+        running = ~solved
+        for _ in range(self.max_steps):
+            _, _, terminated, truncated, info = env.step(env.expert_action())
+            success = info["metrics"].get("success")
+            if success is None:
+                return None
+            solved |= running & (success > 0.5)
+            running &= ~(terminated | truncated | solved)
+            if not bool(running.any()):
+                break
+        return solved
+
     @property
     def exact(self) -> bool:
         """Whether repeated steps are bit-identical."""
