@@ -78,6 +78,10 @@ def main(argv: Sequence[str]) -> int:
     from embodichain.agents.engine import OnlineDataEngine
     from embodichain.utils.console import shown_messages
 
+    name = None if isinstance(cfg.gym_config, list) else cfg.gym_config.get("id")
+    if name is not None and cfg.check().source == "random" and not _has_expert(name):
+        policy = "--action_config.source policy --action_config.path RUN streams a policy"
+        print(f"{name} has no scripted expert, so random actions are streamed; {policy}", file=sys.stderr, flush=True)
     if args.tensorboard is not None:
         with writing(args.tensorboard):
             args.tensorboard.mkdir(parents=True, exist_ok=True)
@@ -123,13 +127,20 @@ def load_stream_config(source: str | os.PathLike[str]) -> OnlineDataEngineCfg:
 def _for_environment(gym_config: dict[str, Any], path: Path | None = None) -> OnlineDataEngineCfg:
     """Return settings for an environment (of a file): a few rows per env, and actions of its expert, if it has one."""
     from embodichain.agents.engine.config import OnlineDataEngineCfg
-    from embodichain.envs.registration import list_envs, load_gym_config
+    from embodichain.envs.registration import load_gym_config
 
     cfg = load_gym_config(gym_config if path is None else path)
     settings: dict[str, Any] = {"gym_config": gym_config, "buffer_size": max(16, _ROWS_PER_ENV * cfg.num_envs)}
-    if not any(spec.id == cfg.id and spec.task.has_expert() for spec in list_envs()):
+    if not _has_expert(cfg.id):
         settings["action_config"] = {"source": "random"}
     return OnlineDataEngineCfg.from_dict(settings, source=str(gym_config.get("id")))
+
+
+def _has_expert(name: object) -> bool:
+    """Return whether an id is that of a task with a scripted expert."""
+    from embodichain.envs.registration import list_envs
+
+    return any(spec.id == name and spec.task.has_expert() for spec in list_envs())
 
 
 def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[Args, OnlineDataEngineCfg]:

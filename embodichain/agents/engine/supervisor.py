@@ -390,8 +390,8 @@ class Supervisor(threading.Thread):
             return
         if report.lost and math.isinf(worker.started):  # it was never placed on a node, so this is no failure
             return self.restarts.plan(worker.index, worker.incarnation)
-        if self.buffer is None and not report.lost:
-            raise report.as_user_error()  # no worker has ever started: a retry would not help
+        if (self.buffer is None and not report.lost) or report.is_mistake:
+            raise report.as_user_error()  # no worker has ever started, or the author is wrong: a retry would not help
         if not self.restarts.replace(report, worker.incarnation):
             self._give_up(report)
         if self.buffer is not None:

@@ -9,7 +9,15 @@ import traceback
 from dataclasses import dataclass
 
 from embodichain import errors
-from embodichain.errors import ConfigError, EmbodiChainError, EngineStateError, WorkerError
+from embodichain.errors import (
+    ConfigError,
+    EmbodiChainError,
+    EngineStateError,
+    EnvContractError,
+    PolicyContractError,
+    UnknownNameError,
+    WorkerError,
+)
 
 ENGINE = -1
 """The ``worker`` of a report about the engine itself."""
@@ -54,8 +62,10 @@ class FailureReport:
         """Build the report of an exception."""
         text = "".join(traceback.format_exception(error))
         problems = error.problems if isinstance(error, ConfigError) else None
-        name = type(error).__name__
-        return cls(worker, f"raised {name}", name, str(error), text, problems)
+        name = next((kind.__name__ for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind), "")
+        name = name or type(error).__name__
+        message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        return cls(worker, f"raised {type(error).__name__}", name, message, text, problems)
 
     @classmethod
     def from_json(cls, text: str) -> FailureReport:
@@ -104,6 +114,11 @@ class FailureReport:
             original.__cause__ = WorkerError(f"in {self._who}:\n{self.traceback}")
             return original
         return self.as_error(kind=EngineStateError if self.worker == ENGINE else WorkerError)
+
+    @property
+    def is_mistake(self) -> bool:
+        """Whether a config, a task or a policy is wrong, so that a replacement would fail as well."""
+        return isinstance(self.original(), ConfigError | EnvContractError | PolicyContractError | UnknownNameError)
 
     @property
     def _who(self) -> str:
