@@ -191,16 +191,17 @@ def _errors_of(entry: str) -> Iterator[None]:
         yield
     except EmbodiChainError:
         raise
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         passed = traceback.extract_tb(error.__traceback__)
         frames = [frame for frame in passed if "importlib" not in frame.filename and frame.filename != __file__]
         line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else None
         file, number = line or ((frames[-1].filename, frames[-1].lineno) if frames else (entry, None))
         where = f" ({file}, line {number})" if number is not None else ""
-        what = error.msg if isinstance(error, SyntaxError) else error
-        raise TrustedModuleError(
-            f"the module {entry!r} cannot be imported: {type(error).__name__}: {what}{where}"
-        ) from error
+        if isinstance(error, SystemExit):
+            problem = f"it exits (sys.exit({error.code!r})) instead of defining things"
+        else:
+            problem = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+        raise TrustedModuleError(f"the module {entry!r} cannot be imported: {problem}{where}") from error
 
 
 def allowed_modules() -> frozenset[str]:

@@ -28,19 +28,21 @@ from embodichain.envs.publishing import publish_if_asked
 from embodichain.envs.randomization import EVENTS, spare_rows
 from embodichain.envs.robot_files import is_ours
 from embodichain.envs.task import Task
+from embodichain.envs.task_contract import blamed_on, described, is_same_code
 from embodichain.envs.task_env import TaskEnv
 from embodichain.envs.terms import OBSERVATIONS, REWARDS
 from embodichain.envs.vec_env import VecEnv
 from embodichain.errors import (
     AssetError,
     ConfigError,
+    EnvContractError,
     RenderingError,
     UnknownNameError,
     fits_memory,
     nearest,
     same_name,
 )
-from embodichain.extras import available, config_folders, import_trusted
+from embodichain.extras import allowed_modules, available, config_folders, import_trusted
 
 LONGEST_EPISODE = 10_000
 """Steps after which evaluation episodes are truncated if the environment has no time limit."""
@@ -80,12 +82,42 @@ class EnvSpec:
 
 
 _TASKS: dict[str, EnvSpec] = {id: EnvSpec(id, entry_point) for id, entry_point in (TASKS | MUJOCO_SUITE).items()}
+_SHIPPED = TASKS | MUJOCO_SUITE
 
 
 def register_task(id: str, task: type[Task] | str) -> None:
-    """Register a task class or its entry point ``"module:Class"`` under an id; an existing id is replaced."""
+    """Register a task class or its entry point ``"module:Class"`` under an id; an earlier task of that id is replaced.
+
+    Ids of this package's own tasks are refused.
+    """
+    shipped = _SHIPPED.get(id)
+    if shipped is not None and _entry_point(task) != shipped:
+        problem = f"{id} is a task of this package, {shipped}, which {_entry_point(task)} would replace"
+        raise ConfigError(f"{problem}; register it under another id", f"register_task({id!r})")
+    steps = None if isinstance(task, str) else _default_cfg(task).max_episode_steps
+    before = _TASKS.get(id)
+    if before is not None and not is_same_code(before.entry_point, task):
+        names = _entry_point(before.entry_point), _entry_point(task)
+        _LOG.warning("register_task(%r): %s is replaced by %s; give one of them another id", id, *names)
     _TASKS[id] = EnvSpec(id, task)
-    register_with_gymnasium(id, None if isinstance(task, str) else task.default_cfg().max_episode_steps)
+    register_with_gymnasium(id, steps)
+
+
+def _entry_point(task: type[Task] | str) -> str:
+    """Return ``module:Class`` of a task."""
+    return task if isinstance(task, str) else f"{task.__module__}:{task.__qualname__}"
+
+
+def _default_cfg(task: type[Task]) -> GymCfg:
+    """Return the default config of a task; ``EnvContractError`` if its method returns something else."""
+    if not (isinstance(task, type) and issubclass(task, Task)):
+        raise EnvContractError(f"register_task: expected a class derived from Task, or its entry point, got {task!r}")
+    who = f"{task.__name__}.default_cfg"
+    with blamed_on(who):
+        cfg: object = task.default_cfg()
+    if not isinstance(cfg, GymCfg):
+        raise EnvContractError(f"{who} must return a GymCfg, as kit_cfg(...) does; got {described(cfg)}")
+    return cfg
 
 
 def list_envs() -> list[EnvSpec]:
@@ -191,10 +223,13 @@ def unknown_id(name: str) -> str | None:
     names = [*_TASKS, *(name for name in gym.registry if not name.startswith(("phys2d/", "tabular/")))]
     close = nearest(name, names).split(" Valid:")[0]
     tasks = ", ".join(sorted(_TASKS.keys() - MUJOCO_SUITE.keys()))
-    return (
-        f"unknown environment {name!r}.{close} Tasks: {tasks}; or any Gymnasium id. If a module of your own registers "
-        "it, name that module: --trust MODULE, or trusted_modules in Python."
-    )
+    hint = "If a module of your own registers it, name that module: --trust MODULE, or trusted_modules in Python."
+    imported = sorted(allowed_modules())
+    if imported and not _TASKS.keys() - _SHIPPED.keys():
+        modules = f"{', '.join(imported)} {'was' if len(imported) == 1 else 'were'} imported, and registered no task"
+        call = f'"from embodichain.envs.registration import register_task", register_task("{name}", YOUR_CLASS)'
+        hint += f" {modules}: add {call} at the end of the file."
+    return f"unknown environment {name!r}.{close} Tasks: {tasks}; or any Gymnasium id. {hint}"
 
 
 def _lay_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
