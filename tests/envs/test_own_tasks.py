@@ -18,11 +18,14 @@ from embodichain.cli.stream import load_stream_config
 from embodichain.envs import registration
 from embodichain.envs.checker import run_checks
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
+from embodichain.envs.primitives import DOWN, press
 from embodichain.envs.registration import load_gym_config, make
-from embodichain.envs.task import UnknownQuantityError
+from embodichain.envs.task import ResetState, UnknownQuantityError
 from embodichain.envs.task_env import TaskEnv
+from embodichain.envs.tasks.kit import ur5
 from embodichain.envs.tasks.reach import Reach
-from embodichain.errors import AssetError, ConfigError, EnvContractError
+from embodichain.envs.terms import register_reward
+from embodichain.errors import AssetError, ConfigError, EnvContractError, UnknownNameError
 
 TASK = """
 import torch
@@ -281,3 +284,244 @@ def test_failed_that_reads_what_is_not_measured_names_what_is() -> None:
     cfg = load_gym_config("ReachRL", num_envs=2)
     with pytest.raises(UnknownQuantityError, match=r"scene\['distanse'\].*Did you mean 'distance'"):
         TaskEnv(cfg, task, MujocoCpuPhysics(task.build_model(cfg), 2, 1))
+
+
+MISTAKES = """
+import torch
+from embodichain.envs.env_cfg import EventsCfg, PoseRangeCfg, SceneCfg
+from embodichain.envs.fixtures import ButtonsCfg
+from embodichain.envs.primitives import DOWN, press
+from embodichain.envs.registration import register_task
+from embodichain.envs.tasks.kit import KitTask, kit_cfg, observation, reward, ur5
+from embodichain.envs.terms import register_observation, register_reward
+
+@register_reward("own_reward")
+def own_reward(task, scene, action):
+    return REWARD(scene)
+
+@register_observation("own_observation")
+def own_observation(task, scene):
+    return OBSERVATION(scene)
+
+REWARD = OBSERVATION = lambda scene: scene["ee_pos"][:, 0]
+
+class Own(KitTask):
+    @staticmethod
+    def default_cfg():
+        scene = SceneCfg(fixtures={"panel": ButtonsCfg(pose=PoseRangeCfg(x=(0.4, 0.55)))})
+        rewards = {"own": reward("own_reward"), "success": reward("success", 10.0)}
+        observations = {"own": observation("own_observation")}
+        return kit_cfg("Own", scene, rewards, steps=60, robot=ur5("pusher"), observations=observations)
+
+    def success(self, scene):
+        return scene["panel_button_0_opening"] > 0.01
+
+class Pressing(Own):
+    def expert_action(self, scene, actions):
+        tool, button = self.arm(scene), scene["panel_button_0_pos"]
+        return tool.act(actions, press(tool, button, DOWN, self.success(scene), clearance=0.06))
+
+class Silent(KitTask):
+    default_cfg = Own.default_cfg
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module with a task in which tests make mistakes."""
+    (tmp_path / "mistakes.py").write_text(MISTAKES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registration, "_TASKS", dict(registration._TASKS))
+    import mistakes
+
+    yield mistakes
+    sys.modules.pop("mistakes", None)
+
+
+def build(task: Any, num_envs: int = 4, **settings: Any) -> TaskEnv:
+    cfg = task.default_cfg().replace(num_envs=num_envs, **settings)
+    return TaskEnv(cfg, task, MujocoCpuPhysics(task.build_model(cfg), num_envs, 1))
+
+
+@pytest.mark.parametrize(
+    ("method", "function", "error"),
+    [
+        ("success", lambda self, scene: None, r"Own\.success must return bool .*got None \(is there a return\?\)"),
+        ("success", lambda self, scene: not scene["qpos"] > 0, r"Own\.success raised RuntimeError: Bo.*"
+         r"test_own_tasks\.py, line \d+\)\. Values of all envs come together"),
+        ("success", lambda self, scene: 1 / 0, r"Own\.success raised ZeroDivisionError.*test_own_tasks\.py, line \d+"),
+        ("sample_start", lambda self, env_ids, streams: None, r"Own\.sample_start must return a ResetState.*got None"),
+        ("sample_start", lambda self, env_ids, streams: ResetState(torch.zeros(4, 2), torch.zeros(4, 2)),
+         r"sample_start must return a ResetState whose qpos is float64 \[num_envs, 7\].*got float32 \[4, 2\]"),
+        ("read", lambda self, env_ids=None: {"qpos": torch.zeros(3)}, r"Own\.read must .*got 'qpos' as float32 \[3\]"),
+        ("observe", lambda self, scene: {"robot": {"qpos": 1.0}}, r"Own\.observe must .*in 'robot', 'qpos' as float"),
+        ("observe", lambda self, scene: None, r"Own\.observe must return a nested dict .*got None"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_methods_are_named_when_the_env_is_made(own, method, function, error) -> None:
+    setattr(own.Own, method, function)
+    with pytest.raises(EnvContractError, match=error):
+        build(own.Own)
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "error"),
+    [
+        ("metrics", {"height": 1.0}, r"Own\.metrics must return a dict of metrics.*got 'height' as float"),
+        ("reward_terms", {}, r"Own\.reward_terms must .*among them 'speed' of reward_weights; got none"),
+        ("reward_terms", {"speed": torch.zeros(4, 1)}, r"Own\.reward_terms .*got 'speed' as float32 \[4, 1\]"),
+        ("expert_action", torch.zeros(4, 2), r"Own\.expert_action must .*here \[4, 3\]; got float32 \[4, 2\]"),
+    ],
+)
+def test_mistakes_that_only_a_step_shows(own, method, value, error) -> None:
+    own.Own.reward_weights = {"speed": 1.0}
+    own.Own.reward_terms = lambda self, scene, action: {"speed": scene["ee_pos"][:, 0]}
+    setattr(own.Own, method, lambda *args: value)
+    with build(own.Own) as env:
+        for _ in range(2):  # it stays an error
+            with pytest.raises(EnvContractError, match=error):
+                env.step(env.expert_action() if method == "expert_action" else torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("returned", [1.0, None, torch.zeros(3)])
+def test_values_of_own_functions_are_checked(own, returned) -> None:
+    got = {float: "float", type(None): "None"}.get(type(returned), r".*\[3\]")
+    own.REWARD = lambda scene: returned
+    with pytest.raises(ConfigError, match=rf"env\.rewards\.terms\.own: .*a tensor \[4\], got {got}.* of 'own_reward'"):
+        build(own.Own)
+    own.REWARD, own.OBSERVATION = (lambda scene: scene["ee_pos"][:, 0]), (lambda scene: returned)
+    with pytest.raises(ConfigError, match=rf"env\.observations\.terms\.own: .*got {got}.* of 'own_observation'"):
+        build(own.Own)
+
+
+def test_exceptions_of_own_functions_name_them(own) -> None:
+    own.REWARD = lambda scene: scene["ee_pos"] @ scene["ee_pos"]
+    with pytest.raises(
+        EnvContractError, match=r"the reward function 'own_reward' \(env\.rewards\.terms\.own\) raised Run"
+    ):
+        build(own.Own)
+    own.REWARD = lambda scene: scene["after_a_step"]  # may be measured later
+    with build(own.Own) as env, pytest.raises(UnknownQuantityError, match="after_a_step"):
+        env.step(torch.zeros(4, 3))
+
+
+def test_task_without_success_is_told_what_to_write(own) -> None:
+    with pytest.raises(EnvContractError, match=r"Silent\.success: expected a method success\(self, scene\)"):
+        build(own.Silent)
+
+
+def test_methods_are_checked_once(own) -> None:
+    with build(own.Pressing) as env:
+        env.step(env.expert_action())
+        names = {"sample_start", "read", "observe", "success", "failed", "reward_terms", "metrics", "expert_action"}
+        assert not names & vars(env.task).keys()
+
+
+def test_expert_condition_that_is_no_condition_is_named(own) -> None:
+    def expert_action(self: Any, scene: Any, actions: Any) -> Any:
+        tool = self.arm(scene)
+        return tool.act(actions, press(tool, scene["ee_pos"], DOWN, scene["panel_button_0_opening"]))
+
+    own.Own.expert_action = expert_action
+    with (
+        build(own.Own) as env,
+        pytest.raises(EnvContractError, match=r"until: expected .*bool.*got float32 \[4\]") as raised,
+    ):
+        env.expert_action()
+    assert "Own.expert_action" in raised.value.__notes__[0]
+
+
+def test_joints_that_start_beyond_their_limits_are_warned_of(own, caplog) -> None:
+    def sample_start(self: Any, env_ids: Any, streams: Any) -> Any:
+        start = self.start_robot(env_ids, streams)
+        start.qpos[:, 1] = 7.0
+        return start
+
+    own.Own.sample_start = sample_start
+    words = "joint 'robot/shoulder_pan' starts at 7, beyond its limits -6.283 to 6.283"
+    reset = next(result for result in run_checks(build(own.Own)) if result.name == "reset")
+    assert reset.warnings == (words,)
+    told = [record.getMessage() for record in caplog.records if "task_contract" in record.name]
+    assert told == [f"Own.sample_start: {words}"]
+
+
+def test_randomised_joints_stay_within_their_limits() -> None:
+    events = {"randomize_robot": {"position": 10.0}}
+    with make("ReachRL", num_envs=64, env={"events": events}) as env:
+        qpos, robot = env.physics.qpos[:, env.robot.qpos], env.robot
+        assert (qpos >= robot.lower - 1e-6).all()
+        assert (qpos <= robot.upper + 1e-6).all()
+        assert qpos.std() > 1.0
+    with make("CartPoleRL", num_envs=64) as env:  # a joint without limits
+        assert env.physics.qpos[:, 0].std() > 0.01
+
+
+def test_check_says_how_often_the_expert_succeeds(own, monkeypatch) -> None:
+    registration.register_task("Own", own.Pressing)
+    factory = lambda num_envs: make("Own", num_envs=num_envs)  # noqa: E731
+    results = {result.name: result for result in run_checks(factory(2), factory)}
+    assert results["demonstration"].warnings == ()
+    assert results["demonstration"].skipped is None
+    monkeypatch.setattr(own.Pressing, "expert_action", lambda self, scene, actions: torch.zeros(len(scene["qpos"]), 3))
+    results = {result.name: result for result in run_checks(factory(2), factory)}
+    assert results["demonstration"].warnings[0].startswith("the expert solved 0 of 8 starts")
+    assert not results["demonstration"].problems
+
+
+def test_default_cfg_that_returns_nothing(own) -> None:
+    own.Own.default_cfg = staticmethod(lambda: None)
+    with pytest.raises(EnvContractError, match=r"Own\.default_cfg must return a GymCfg.*got None"):
+        registration.register_task("Own", own.Own)
+    with pytest.raises(UnknownNameError, match=r"'pushr'.*'pusher'"):
+        ur5("pushr")
+
+
+def test_names_of_the_package_are_not_replaced(own, caplog) -> None:
+    with pytest.raises(
+        ConfigError, match=r"PushCubeRL is a task of this package, .*push_cube:PushCube, which mistakes:Own"
+    ):
+        registration.register_task("PushCubeRL", own.Own)
+    with pytest.raises(
+        ConfigError, match=r"'near' is a reward function of this package, embodichain\.envs\.terms\.near"
+    ):
+        register_reward("near")(own.own_reward)
+    registration.register_task("Own", own.Own)
+    del sys.modules["mistakes"]
+    import mistakes  # again, as under another name
+
+    assert mistakes.own_reward is not own.own_reward
+    registration.register_task("Own", mistakes.Own)
+    assert not caplog.records
+    registration.register_task("Own", mistakes.Pressing)
+    assert "mistakes:Own is replaced by mistakes:Pressing" in caplog.text
+
+
+def test_modules_that_register_nothing_or_exit(tmp_path, capfd) -> None:
+    for name, text, words in (
+        ("own_nothing", "", "own_nothing"),
+        ("own_exit", "import sys\nsys.exit(3)", "it exits (sys.exit(3)) instead of defining things ("),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        assert main(["envs", "check", "Nothing", "--trust", str(tmp_path / f"{name}.py")]) == 2
+        told = capfd.readouterr().err
+        assert words in told
+        assert ("registered no task: add" in told) == (name == "own_nothing")
+
+
+def test_mistake_that_shows_later_ends_a_stream_at_once(folder, caplog) -> None:
+    """Workers are replaced after accidents; a task that breaks its contract would do so again."""
+    text = "class Late(Hover):\n    def metrics(self, scene):\n        return {'steps': 3}\n"
+    text += "    def expert_action(self, scene, actions):\n        return torch.zeros(len(scene['qpos']), 6)\n"
+    (folder / "own_tasks.py").write_text(TASK + text + "register_task('Late', Late)\n")
+    with (
+        pytest.raises(EnvContractError, match=r"Late\.metrics must return"),
+        OnlineDataEngine(OnlineDataEngineCfg(**settings("Late"))) as engine,
+    ):
+        engine.sample_batch(1, 2)
+    assert "replacing it" not in caplog.text
+
+
+def test_stream_says_that_actions_are_random(folder, capfd) -> None:
+    words = ["stream", "Hover", "--duration", "0.1", "--chunk-size", "2", "--buffer_size", "2"]
+    assert main([*words, "--gym_config.num_envs", "2", "--trust", str(folder / "own_tasks.py")]) == 0
+    assert "Hover has no scripted expert, so random actions are streamed" in capfd.readouterr().err
