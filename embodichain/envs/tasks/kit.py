@@ -56,11 +56,15 @@ def kit_cfg(
     steps: int = 150,
     threshold: float = 0.03,
     actions: ActionsCfg | None = None,
-    robot: RobotCfg | None = None,
+    robot: RobotCfg | Mapping[str, Any] | None = None,
     observations: Mapping[str, ObservationTermCfg] | None = None,
     language: LanguageCfg | None = None,
 ) -> GymCfg:
-    """Return a task config; the defaults are a UR5 with a gripper at a table and end-effector actions."""
+    """Return a task config; the defaults are a UR5 with a gripper at a table and end-effector actions.
+
+    ``id`` is the name under which the task is registered, and ``robot`` may be the settings of another one.
+    """
+    arm = RobotCfg.from_dict(robot, "robot") if isinstance(robot, Mapping) else robot
     env = EnvCfg(
         substeps=5,
         success_threshold=threshold,
@@ -71,7 +75,7 @@ def kit_cfg(
         actions=actions or ActionsCfg(ee_delta=EndEffectorTermCfg(scale=0.04)),
         language=language,
     )
-    return GymCfg(id=id, max_episode_steps=steps, env=env, robot=robot or ur5("gripper"))
+    return GymCfg(id=id, max_episode_steps=steps, env=env, robot=arm or ur5("gripper"))
 
 
 def ur5(tool: str) -> RobotCfg:
