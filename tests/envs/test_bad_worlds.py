@@ -126,7 +126,7 @@ CAMERA = {"pos": [1.0, 0.0, 1.0], "lookat": [1.0, 0.0, 1.0]}
             events(g={"func": "gravity", "params": {"range": [0, 1], "distribution": "log_uniform"}}),
             "params.range: log_uniform needs positive numbers, got [0.0, 1.0]",
         ),
-        ("HalfCheetah-v5", rewards(x={"func": "success"}), "env.rewards.terms.x: the task measures no 'success'"),
+        ("HalfCheetah-v5", rewards(x={"func": "success"}), "env.rewards.terms.x: HalfCheetah.success returns None"),
         ("HalfCheetah-v5", rewards(x={"func": "joint_limits"}), "env.rewards.terms.x: HalfCheetah-v5 knows no robot"),
         (
             "HalfCheetah-v5",
