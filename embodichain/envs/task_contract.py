@@ -135,7 +135,7 @@ def _first_call(owner: "weakref.ref[Task]", name: str, check: Callable[..., str 
     def first(*args: Any, **kwargs: Any) -> Any:
         task: Any = owner()
         who = f"{type(task).__name__}.{name}"
-        del vars(task)[name]  # what is left is the method of the class
+        vars(task).pop(name, None)  # what is left is the method of the class
         try:
             with blamed_on(who):
                 value = getattr(task, name)(*args, **kwargs)
