@@ -74,25 +74,31 @@ def read_spec(path: Path) -> mujoco.MjSpec:
 def read_tool(path: Path) -> mujoco.MjSpec:
     """Parse the file of a tool.
 
-    Its angles are in radians if it does not say that they are in degrees, as MJCF has it, and none is above 2 pi: such
-    files are parts for models that say so, and fingers of a few degrees do not exist.
+    Without a unit, angles in MJCF are in degrees. Here they are in radians if the tool has joints with ranges, and no
+    angle above 2 pi: such files are parts for models in radians, and fingers of a few degrees do not exist.
     """
     spec = read_spec(path)
     hinges = [joint for joint in spec.joints if joint.type == mujoco.mjtJoint.mjJNT_HINGE]
-    turned = [one.alt for one in (*spec.bodies, *spec.geoms, *spec.sites)]
-    angles = [float(angle) for joint in hinges for angle in joint.range]
-    angles += [float(a) for alt in turned if alt.type == mujoco.mjtOrientation.mjORIENTATION_EULER for a in alt.euler]
-    if spec.compiler.degree and not _states_angle(path) and all(abs(angle) <= 2.0 * np.pi for angle in angles):
-        spec.compiler.degree = False
+    angles = [float(angle) for joint in hinges for angle in (*joint.range, joint.ref, joint.springref)]
+    if spec.compiler.degree and any(angles) and all(abs(angle) <= 2.0 * np.pi for angle in angles):
+        spec.compiler.degree = _states_or_needs_degrees(path)
     return spec
 
 
-def _states_angle(path: Path) -> bool:
-    """Return whether a file, or one that it includes, states the unit of its angles."""
-    root = ElementTree.parse(path).getroot()
+def _states_or_needs_degrees(path: Path) -> bool:
+    """Return whether a file, or one that it includes, states the unit of its angles, or turns something by more than
+    2 pi."""
+    try:
+        root = ElementTree.parse(path).getroot()
+    except ElementTree.ParseError:  # MuJoCo's own parser accepts more
+        return True
+    turns = [element.get("euler", "").split() for element in root.iter()]
+    turns += [element.get("axisangle", "").split()[3:] for element in root.iter()]
     included = [path.parent / part.get("file", "") for part in root.iter("include")]
-    return any(compiler.get("angle") for compiler in root.iter("compiler")) or any(
-        _states_angle(part) for part in included if part.is_file()
+    return (
+        any(compiler.get("angle") for compiler in root.iter("compiler"))
+        or any(abs(float(angle)) > 2.0 * np.pi for turn in turns for angle in turn)
+        or any(_states_or_needs_degrees(part) for part in included if part.is_file())
     )
 
 

@@ -166,7 +166,7 @@ def load_gym_config(config: GymCfg | Mapping[str, Any] | str | os.PathLike[str],
         cfg = GymCfg.from_dict(_lay_over(base, given) | {"id": name}, source)
     except ConfigError as error:
         problems += translated.as_given(error.problems)
-    problems += _nothing_to_remove(given, base)
+    problems += _nothing_to_remove(given, base) if name in _TASKS else []
     try:  # a setting in the file must be valid, also if it is overridden
         GymCfg.from_dict(replaced | {"id": name}, source)
     except ConfigError as error:
@@ -351,7 +351,8 @@ def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecE
     if is_simulated_here(cfg):
         task = _TASKS[cfg.id].task
         with _naming_meshes(cfg):
-            if cfg.robot != task.default_cfg().robot or not is_ours(cfg.robot):
+            differs = cfg.robot != task.default_cfg().robot or not is_ours(cfg.robot)
+            if differs and cfg.id not in MUJOCO_SUITE:  # whose tasks refuse robots
                 from embodichain.envs.task_starts import with_start  # slow to import, and for other robots only
 
                 cfg = with_start(cfg, task)

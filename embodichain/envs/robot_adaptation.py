@@ -287,10 +287,15 @@ class _Adaptation:
             return False
         world = self.spec.worldbody
         for thing in (*world.bodies, *world.geoms, *world.sites, *world.cameras):
-            if thing.frame is None:
+            ends = getattr(thing, "fromto", None)  # MuJoCo takes either this or a position
+            if thing.frame is None and ends is not None and np.isfinite(ends).all():
+                thing.fromto = ends - np.tile(offset, 2)
+            elif thing.frame is None:
                 thing.pos = thing.pos - offset
-        for geom in (one for one in world.geoms if one.frame is None and np.isfinite(one.fromto).all()):
-            geom.fromto = geom.fromto - np.tile(offset, 2)
+        for tie in self.spec.equalities:
+            anchored = tie.type == mujoco.mjtEq.mjEQ_CONNECT and tie.objtype == mujoco.mjtObj.mjOBJ_BODY
+            if anchored and tie.name1 == "world":
+                tie.data[:3] -= offset
         for frame in (one for one in world.frames if one.frame is None):
             frame.pos = frame.pos - offset
         return True

@@ -4,12 +4,14 @@ A mistake is one error that names the method, what it must return and what it re
 method is checked the first time that it is called; afterwards it is called directly, so that steps cost nothing.
 """
 
+import inspect
 import logging
+import os
 import sys
 import sysconfig
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,17 @@ from typing import Any
 import mujoco
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.envs.task import ResetState, Scene, Task
 from embodichain.errors import EmbodiChainError, EnvContractError, lacks_memory
 
 _LOG = logging.getLogger(__name__)
-_LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(__file__).parents[1], *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+)
 """Folders of this package, of Python and of installed packages."""
 _FLAGS_ADVICE = 'Compare with a threshold, one result per env: scene["distance"] < 0.02'
 _BATCHED = "Values of all envs come together: use torch.where, & and |, not if, and, or"
@@ -41,10 +47,11 @@ def author_line(error: BaseException) -> str | None:
 
 
 @contextmanager
-def blamed_on(who: str, passes: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+def blamed_on(who: str, passes: type[Exception] = OSError) -> Iterator[None]:
     """Convert exceptions of an author's code to ``EnvContractError`` that says who raised it, and where.
 
-    Errors of this package stay as they are, with a note, and so do those in ``passes`` and a lack of memory.
+    Errors of this package stay as they are, with a note, and so do those in ``passes`` and what may not happen again: a
+    lack of memory, errors of CUDA and of files.
     """
     try:
         yield
@@ -53,10 +60,8 @@ def blamed_on(who: str, passes: type[Exception] | tuple[()] = ()) -> Iterator[No
         if line is not None and not hasattr(error, "__notes__"):
             error.add_note(f"in {who} ({line})")
         raise
-    except passes:
-        raise
     except Exception as error:  # an author's code may raise anything
-        if lacks_memory(error):
+        if isinstance(error, OSError | passes) or lacks_memory(error) or "CUDA error" in str(error):
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]
         line = author_line(error) or f"{last.filename}, line {last.lineno}"
@@ -93,7 +98,8 @@ def check_first_calls(task: Task, num_envs: int, action_dim: int, rewards: Colle
     model = task.physics.model
 
     def rows_of(scene: Scene) -> int:
-        return next((len(value) for value in scene.values() if isinstance(value, Tensor) and value.dim()), num_envs)
+        tensors = [value for value in scene.values() if isinstance(value, Tensor) and value.dim()]
+        return num_envs if any(len(value) == num_envs for value in tensors) or not tensors else len(tensors[0])
 
     def flags(value: Any, scene: Scene) -> str | None:
         return _wrong_flags(value, rows_of(scene))
@@ -104,6 +110,9 @@ def check_first_calls(task: Task, num_envs: int, action_dim: int, rewards: Colle
         return flags(value, scene)
 
     def read(value: Any, env_ids: Tensor | None = None) -> str | None:
+        if isinstance(value, dict):  # numbers are constants of all envs
+            value = {name: entry for name, entry in value.items() if not isinstance(entry, Tensor) or entry.dim()}
+            value = {name: entry for name, entry in value.items() if not isinstance(entry, float | int)}
         return _wrong_values(value, num_envs if env_ids is None else len(env_ids), None, "measurements")
 
     def expert(value: Any, scene: Scene, actions: Any) -> str | None:
@@ -135,16 +144,14 @@ def _first_call(owner: "weakref.ref[Task]", name: str, check: Callable[..., str 
     def first(*args: Any, **kwargs: Any) -> Any:
         task: Any = owner()
         who = f"{type(task).__name__}.{name}"
-        vars(task).pop(name, None)  # what is left is the method of the class
-        try:
-            with blamed_on(who):
-                value = getattr(task, name)(*args, **kwargs)
-            wrong = check(value, *args, **kwargs)
-            if wrong is not None:
-                raise EnvContractError(f"{who} must return {wrong}")
-        except BaseException:
-            setattr(task, name, first)
-            raise
+        method = inspect.getattr_static(type(task), name).__get__(task, type(task))
+        with blamed_on(who):
+            value = method(*args, **kwargs)
+        wrong = check(value, *args, **kwargs)
+        if wrong is not None:
+            raise EnvContractError(f"{who} must return {wrong}")
+        if vars(task).get(name) is first:  # and nothing that was put around it
+            del vars(task)[name]
         return value
 
     return first
@@ -163,8 +170,9 @@ def _wrong_values(
     """Return what is wrong with a dict of tensors ``[rows, ...]``, or of ``[rows]`` if a shape is given."""
     size = "[num_envs, ...]" if shape is None else "[num_envs]"
     expected = f"a {'nested ' if nested else ''}dict of {what}, tensors {size} (num_envs is {rows} here)"
-    if not isinstance(values, dict):
+    if not isinstance(values, dict if nested else Mapping | TensorDictBase):
         return f"{expected}; got {described(values)}"
+    values = dict(values.items())
     for name, value in values.items():
         if nested and isinstance(value, dict):
             wrong = _wrong_values(value, rows, shape, what, nested)

@@ -77,8 +77,12 @@ class TermRegistry(Generic[F]):
         before = self._functions.get(name)
         if before is None or is_same_code(before, function):
             return
-        old = before if isinstance(before, str) else f"{before.__module__}.{before.__qualname__}"
-        new = f"{function.__module__}.{function.__qualname__}"
+        old, new = (
+            one
+            if isinstance(one, str)
+            else f"{getattr(one, '__module__', '')}.{getattr(one, '__qualname__', type(one).__name__)}"
+            for one in (before, function)
+        )
         if old.startswith("embodichain."):
             problem = f"{name!r} is a {self.kind} of this package, {old}, which {new} would replace"
             raise ConfigError(f"{problem}; register it under another name", f"{self.kind} {name!r}")

@@ -525,3 +525,12 @@ def test_stream_says_that_actions_are_random(folder, capfd) -> None:
     words = ["stream", "Hover", "--duration", "0.1", "--chunk-size", "2", "--buffer_size", "2"]
     assert main([*words, "--gym_config.num_envs", "2", "--trust", str(folder / "own_tasks.py")]) == 0
     assert "Hover has no scripted expert, so random actions are streamed" in capfd.readouterr().err
+
+
+def test_what_is_put_around_a_method_stays_there():
+    with make("PushCubeRL", num_envs=2, seed=0) as env:
+        calls, method = [], env.task.reward_terms
+        env.task.reward_terms = lambda scene, action: calls.append(1) or method(scene, action)
+        for _ in range(3):
+            env.step(env.expert_action())
+    assert len(calls) == 3

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from embodichain.cli.main import main
-from embodichain.envs import robot_files
+from embodichain.envs import model_files, robot_files
 from embodichain.envs.actions import RobotActionManager
 from embodichain.envs.env_cfg import ActionsCfg, EndEffectorTermCfg, JointTermCfg, RobotCfg
 from embodichain.envs.registration import load_gym_config, make
@@ -549,3 +549,26 @@ def test_robots_check_says_what_it_found(save, capsys, monkeypatch):
     assert "ur5" in capsys.readouterr().out
     assert main(["robots", "check", "ur6"]) == 2
     assert "Did you mean 'ur5'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tool", "turned"),
+    [
+        ('<frame euler="0 90 0"><geom name="it" size="0.01"/></frame>', 90.0),
+        ('<geom name="it" type="box" size="0.01 0.01 0.01" axisangle="0 1 0 90"/>', 90.0),
+        ('<!-- a -- b --><geom name="it" type="box" size="0.01 0.01 0.01" euler="0 1 0"/>', 1.0),
+    ],
+)
+def test_angles_of_a_tool_without_joints_are_in_degrees(tmp_path, tool, turned):
+    file = tmp_path / "tool.xml"
+    file.write_text(f'<mujoco><worldbody><body name="hand">{tool}</body></worldbody></mujoco>')
+    quat = model_files.read_tool(file).compile().geom("it").quat
+    assert np.degrees(2.0 * np.arccos(quat[0])) == pytest.approx(turned)
+
+
+def test_pedestals_move_with_the_base(save):
+    ends = '<geom name="foot" type="capsule" fromto="0.5 0 0 0.5 0 0.7" size="0.03"/>'
+    text = arm(world=ends).replace('<body name="base">', '<body name="base" pos="0.5 0 0.8">')
+    model, robot, _ = built(mjcf=save(text))
+    base = model.body(model.jnt_bodyid[model.joint(robot.only_arm.joints[0]).id]).rootid[0]
+    assert model.body_pos[base].tolist() == pytest.approx([0.0, 0.0, 0.0])

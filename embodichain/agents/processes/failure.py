@@ -47,6 +47,8 @@ class FailureReport:
     """Whether the worker was lost with its node, which does not count as a fault."""
     final: bool = False
     """Whether a replacement would fail as well."""
+    transient: bool = False
+    """Whether memory was lacking, so that a replacement may not fail."""
 
     def __post_init__(self) -> None:
         """Shorten long texts."""
@@ -65,7 +67,9 @@ class FailureReport:
         name = next((kind.__name__ for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind), "")
         name = name or type(error).__name__
         message = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        return cls(worker, f"raised {type(error).__name__}", name, message, text, problems)
+        cause = error.__cause__
+        transient = isinstance(cause, Exception) and errors.lacks_memory(cause)
+        return cls(worker, f"raised {type(error).__name__}", name, message, text, problems, transient=transient)
 
     @classmethod
     def from_json(cls, text: str) -> FailureReport:
@@ -118,7 +122,8 @@ class FailureReport:
     @property
     def is_mistake(self) -> bool:
         """Whether a config, a task or a policy is wrong, so that a replacement would fail as well."""
-        return isinstance(self.original(), ConfigError | EnvContractError | PolicyContractError | UnknownNameError)
+        mistakes = ConfigError | EnvContractError | PolicyContractError | UnknownNameError
+        return not self.transient and isinstance(self.original(), mistakes)
 
     @property
     def _who(self) -> str:
