@@ -572,3 +572,14 @@ def test_pedestals_move_with_the_base(save):
     model, robot, _ = built(mjcf=save(text))
     base = model.body(model.jnt_bodyid[model.joint(robot.only_arm.joints[0]).id]).rootid[0]
     assert model.body_pos[base].tolist() == pytest.approx([0.0, 0.0, 0.0])
+
+
+def test_anchors_in_the_world_move_with_the_base(save):
+    """A link is tied to a point of the world, which is where it is in both models."""
+    found = []
+    for x, z in ((0.0, 0.0), (0.5, 0.8)):
+        tie = f'<connect body1="world" body2="l2" anchor="{x} 0 {z + 0.4}"/>'
+        text = arm(more=TENDON + EQUAL.replace("</equality>", f"{tie}</equality>"))
+        model, *_ = built(mjcf=save(text.replace('<body name="base">', f'<body name="base" pos="{x} 0 {z}">')))
+        found.append(model.eq_data[model.eq_type == int(mujoco.mjtEq.mjEQ_CONNECT)][0, :6].tolist())
+    assert found[1] == pytest.approx(found[0])
