@@ -114,11 +114,11 @@ def test_an_environment_step_that_cannot_be_recorded_stays_ordinary(caplog: pyte
     assert len(lines(caplog)) == 1
 
 
-def updated(graphed: bool) -> tuple[PPO, dict[str, float]]:
+def updated(graphed: bool, **settings: Any) -> tuple[PPO, dict[str, float]]:
     torch.manual_seed(0)
     env = ScriptedEnv(8, limit=5)
     policy = make_policy(env)
-    algorithm = PPO(PPOCfg(batch_size=24, n_epochs=3), policy)
+    algorithm = PPO(PPOCfg(batch_size=24, n_epochs=3, **settings), policy)
     if graphed:
         algorithm.graphs = GraphedSteps(algorithm._step, algorithm.optimizer, algorithm.validity_key)
     collector = SyncCollector(env, policy)
@@ -135,6 +135,16 @@ def test_replayed_updates_are_ordinary_updates(fake: type[FakeRecorded]) -> None
     assert fake.count == 1  # 80 transitions in four minibatches of 20
     assert fake.replays == 2 * 3 * 4 - WARM_UP
     assert fake.pools == [None]
+
+
+def test_rollouts_are_evaluated_again_by_replays(fake: type[FakeRecorded]) -> None:
+    (ordinary, expected), (replayed, found) = (updated(graphed, mixed_precision="bf16") for graphed in (False, True))
+    for mine, other in zip(replayed.policy.parameters(), ordinary.policy.parameters(), strict=True):
+        assert torch.allclose(mine, other, atol=1e-6)
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert fake.count == 2
+    assert fake.replays == (2 * 4 - WARM_UP) + (2 * 3 * 4 - WARM_UP)  # minibatches evaluated, and gradient steps
+    assert fake.pools == [None, "pool"]
 
 
 def test_a_new_size_of_minibatch_is_recorded_in_the_same_pool(fake: type[FakeRecorded]) -> None:

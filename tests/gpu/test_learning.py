@@ -19,7 +19,7 @@ from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
 from embodichain.agents.rl.algo.ppo import PPO, PPOCfg
 from embodichain.agents.rl.collector.sync_collector import SyncCollector
 from embodichain.agents.rl.models import ActorCritic, build_policy
-from embodichain.agents.rl.models.mlp import MLP
+from embodichain.agents.rl.models.mlp import MLP, in_blocks
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.extras import available
 from tests.gpu.gpu import make_task, no_waiting, on_gpu
@@ -124,6 +124,7 @@ def test_ppo_learns_the_same_from_replayed_steps(settings: dict[str, Any]) -> No
         assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
     assert replayed.graphs is not None
     assert sorted(replayed.graphs._graphs) == [256]  # 1024 transitions in four minibatches
+    assert sorted(replayed.graphs._evaluations) == ([256] if replayed.optimizer.is_reduced else [])
     assert_same_weights(replayed, ordinary)
 
 
@@ -160,6 +161,21 @@ def test_grpo_learns_the_same_from_minibatches_that_are_filled_up(settings: dict
     assert made[0].graphs is not None
     assert list(made[0].graphs._graphs) == [300]
     assert_same_weights(made[0], made[1])
+
+
+@pytest.mark.skipif(not available("triton"), reason="needs Triton")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("shape", [(5, 64, 64, 3), (700, 10, 6, 4), (2, 224, 224, 1), (0, 8, 8, 3)], ids=str)
+def test_images_are_arranged_in_blocks(shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype) -> None:
+    from embodichain.agents.rl.models.image_kernel import arrange_in_blocks
+
+    image = torch.randint(0, 256, shape, dtype=torch.uint8).permute(0, 3, 1, 2)
+    image = image if channels_last else image.contiguous()
+    channels = -(-(4 * shape[3] + 1) // 8) * 8
+    found, expected = arrange_in_blocks(image.cuda(), channels, dtype), in_blocks(image, channels, dtype)
+    assert found.stride() == expected.stride()
+    assert torch.equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("loss", ["kl", "mse", "nll"])

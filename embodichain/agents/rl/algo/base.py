@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from embodichain.agents.rl.algo.advantages import next_values
-from embodichain.agents.rl.algo.gradient_steps import GraphedSteps, Meter, PolicyOptimizer
+from embodichain.agents.rl.algo.gradient_steps import Evaluated, GraphedSteps, Meter, PolicyOptimizer
 from embodichain.agents.rl.buffer.rollout_buffer import (
     EVALUATED_ROWS,
     Minibatches,
@@ -352,18 +352,29 @@ class MinibatchAlgorithm(BaseAlgorithm):
         is_present = torch.ones(rows.batch_size, dtype=torch.bool, device=minibatches.device)
         if self.cfg.correction == "none" and "policy_version" in rollout.keys():  # noqa: SIM118
             is_present = flatten_time_major(rollout.select("policy_version"))["policy_version"] == self.policy.version
-        for chosen in minibatches.items.tensor_split(max(1, minibatches.count)):
-            if not chosen.numel():
-                continue
+        for chosen, evaluated in self._evaluations(minibatches):
             index, shape = minibatches.locate(chosen)
-            with self._gradient_steps(), self.optimizer.autocast():
-                log_prob, _, value = self.policy.evaluate(minibatches.gather(chosen))
-            for name, new in (("sample_log_prob", log_prob), ("value", value)):
-                if name in old:
-                    new, known = new.float().flatten(0, len(shape) - 1), old[name][index]
+            for name, new in zip(("sample_log_prob", "value"), evaluated, strict=True):
+                if name in old and new is not None:
+                    now, known = new.float().flatten(0, len(shape) - 1), old[name][index]
                     mask = is_present[index].view(-1, *[1] * (known.ndim - 1))
-                    old[name][index] = torch.where(mask, new, known)
+                    old[name][index] = torch.where(mask, now, known)
         rows.update(old)
+
+    def _evaluations(self, minibatches: Minibatches) -> Iterator[tuple[Tensor, Evaluated]]:
+        """Yield the items of each minibatch, and their log-probabilities and values in the precision of the update."""
+
+        def evaluate(batch: TensorDictBase) -> Evaluated:
+            with self._gradient_steps(), self.optimizer.autocast():
+                log_prob, _, value = self.policy.evaluate(batch)
+            return log_prob, value
+
+        if self.graphs is not None:
+            yield from self.graphs.evaluate(minibatches, evaluate)
+            return
+        for chosen in minibatches.items.tensor_split(max(1, minibatches.count)):
+            if chosen.numel():
+                yield chosen, evaluate(minibatches.gather(chosen))
 
     def _shuffled(self, minibatches: Minibatches) -> Iterator[tuple[Tensor, float]]:
         """Yield the items of each minibatch of an epoch, and this rank's share of its transitions."""

@@ -377,6 +377,10 @@ def _side_by_side(leaves: dict[tuple[str, ...], Tensor]) -> dict[tuple[str, ...]
     return columns
 
 
+Evaluated = tuple[Tensor, Tensor | None]
+"""Log-probabilities and values of a minibatch."""
+
+
 class GraphedSteps:
     """Gradient steps replayed as CUDA graphs: gather, forward, backward, clip and Adam in one launch.
 
@@ -392,9 +396,11 @@ class GraphedSteps:
     ) -> None:
         """Create a replayer of ``step``; ``validity_key`` is the key of the mask of valid transitions, if any."""
         self._step, self._optimizer, self._validity_key = step, optimizer, validity_key
-        self._recorder = Recorder("the update runs")
+        self._recorder, self._evaluator = Recorder("the update runs"), Recorder("the rollout is evaluated")
         self._graphs: dict[int, tuple[Recorded[None], Tensor]] = {}  # by size: graph and its input, the items
+        self._evaluations: dict[int, tuple[Recorded[Evaluated], Tensor]] = {}  # the same for ``evaluate``
         self._rows: StaticRows | None = None
+        self._loaded: Minibatches | None = None  # whose data the rows hold
         self._names: list[str] = []
         self._sums: Tensor | None = None
 
@@ -410,10 +416,45 @@ class GraphedSteps:
             return {}, 0
         return dict(zip(self._names, self._sums.clone().unbind(), strict=True)), len(order)
 
+    def evaluate(
+        self, minibatches: Minibatches, work: Callable[[TensorDictBase], Evaluated]
+    ) -> Iterator[tuple[Tensor, Evaluated]]:
+        """Yield the items of each minibatch, unshuffled, and the result of ``work``, which the next one overwrites.
+
+        The data of ``minibatches`` may be changed afterwards. ``work`` must be the same function in every call.
+        """
+        rows, recorder = self._load(minibatches), self._evaluator
+        for chosen in minibatches.items.tensor_split(max(1, minibatches.count)):
+            size = chosen.numel()
+            if not size:
+                continue
+            is_wanted = recorder.ready and self._recorder.possible and self._validity_key is None  # else sizes vary
+            if is_wanted and size not in self._evaluations:
+                items = torch.zeros_like(chosen)
+                recorded = recorder.attempt(lambda: record(lambda: work(rows.gather(items)), pool=self._pool()))  # noqa: B023
+                if recorded is not None:
+                    self._evaluations[size] = recorded, items
+            if size in self._evaluations:
+                graph, items = self._evaluations[size]
+                items.copy_(chosen)
+                yield chosen, graph.replay()
+            else:
+                yield chosen, recorder.warm_up(lambda: work(rows.gather(chosen)))  # noqa: B023
+        self._loaded = None
+
     def forget(self) -> None:
         """Discard the graphs, because parameters or Adam's state have moved in memory."""
+        self._discard()
+        self._recorder.calls = self._evaluator.calls = 0
+
+    def _discard(self) -> None:
         self._graphs.clear()
-        self._recorder.calls = 0
+        self._evaluations.clear()
+
+    def _pool(self) -> Any:
+        """Return the memory pool that all graphs share, ``None`` if there is no graph yet."""
+        recorded: Iterable[tuple[Recorded[Any], Tensor]] = (*self._graphs.values(), *self._evaluations.values())
+        return next((graph.graph.pool() for graph, _ in recorded), None)
 
     def _replay(self, rows: StaticRows, chosen: Tensor) -> bool:
         """Run a step by its graph, which is captured if necessary; return ``False`` if that is not possible."""
@@ -429,8 +470,7 @@ class GraphedSteps:
 
     def _record(self, rows: StaticRows, size: int) -> bool:
         items = torch.zeros(size, dtype=torch.int64, device=self._optimizer.parameters[0].device)
-        pool = next(iter(self._graphs.values()))[0].graph.pool() if self._graphs else None
-        recorded = self._recorder.attempt(lambda: record(lambda: self._do(rows, items), pool=pool))
+        recorded = self._recorder.attempt(lambda: record(lambda: self._do(rows, items), pool=self._pool()))
         if recorded is None:
             self._optimizer.clear_gradients()
             return False
@@ -459,9 +499,10 @@ class GraphedSteps:
         recorder, rows = self._recorder, self._rows
         if recorder.possible and self._optimizer.precision == "fp16":
             recorder.give_up("the loss scale of fp16 depends on what came before; bf16 needs none")
-        if rows is not None and rows.minibatches is minibatches:
+        if rows is not None and self._loaded is minibatches:
             return rows
         if rows is None or not recorder.possible or not rows.take(minibatches):
             self._rows = rows = StaticRows(minibatches, own=recorder.possible and rows is not None)
-            self._graphs.clear()
+            self._discard()
+        self._loaded = minibatches
         return rows

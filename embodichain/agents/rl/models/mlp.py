@@ -18,6 +18,7 @@ from torch.nn import functional
 from embodichain.agents.processes.shared_memory import available_bytes
 from embodichain.config.classes import Config, Fraction, Layers, Size, configclass
 from embodichain.errors import ConfigError, UnknownNameError, look_up
+from embodichain.utils.cuda_graphs import kernels_work
 
 FEW = 8192
 """Number of elements up to which a backward pass in Python costs more than the faster forward pass saves."""
@@ -347,9 +348,9 @@ class ImageEncoder(nn.Module):
         first, *others = self.convolutions
         weight = first.weight / self.largest
         rows, channels, height, width = image.shape
-        padded, in_blocks = _rounded_up(channels), _rounded_up(4 * channels + 1)
-        if height % 2 == width % 2 == 0 and in_blocks < 4 * padded:
-            maps = functional.conv2d(_blocks(image, in_blocks, dtype), _block_weight(weight, first.bias, in_blocks))
+        padded, block = _rounded_up(channels), _rounded_up(4 * channels + 1)
+        if height % 2 == width % 2 == 0 and block < 4 * padded:
+            maps = functional.conv2d(in_blocks(image, block, dtype), _block_weight(weight, first.bias, block))
         else:
             if is_reduced and padded > channels:
                 weight = functional.pad(weight, (0, 0, 0, 0, 0, padded - channels))
@@ -366,12 +367,16 @@ def _rounded_up(channels: int) -> int:
     return -(-channels // _CHANNELS) * _CHANNELS
 
 
-def _blocks(image: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
+def in_blocks(image: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     """Return images ``[rows, C, 2 h, 2 w]`` as blocks of 2x2 pixels, ``[rows, channels, h + 1, w + 1]``.
 
     The first row and the first column of blocks are outside the image. The channels are the 4 C numbers of a block, a
     one for the bias, and zeros.
     """
+    if not image.requires_grad and kernels_work(image.device):
+        from embodichain.agents.rl.models.image_kernel import arrange_in_blocks
+
+        return arrange_in_blocks(image, channels, dtype)
     rows, depth, height, width = image.shape
     blocks = image.new_zeros((rows, height // 2 + 1, width // 2 + 1, channels), dtype=dtype)
     blocks[..., 4 * depth] = 1.0
