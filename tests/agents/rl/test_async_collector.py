@@ -505,6 +505,31 @@ def _copied(value):
     return copy.deepcopy(value)
 
 
+def test_what_was_saved_does_not_change_while_collection_goes_on(monkeypatch):
+    """The weights that a waiting request needs are in memory that is written to again once it has been answered."""
+    algorithm, saving = make_learner(), threading.Event()
+    env = GatedEnv(saving, at=NUM_STEPS)  # the first step of the second rollout
+    collector = make_collector(algorithm, env, max_policy_lag=2, adopt="lockstep")
+    send = collector._backend.send
+
+    def send_and_note(instruction):
+        send(instruction)
+        if instruction == "save":
+            saving.set()
+
+    monkeypatch.setattr(collector._backend, "send", send_and_note)
+    with collector:
+        train(algorithm, collector, 1)
+        with collector.hold():
+            saved = collector.state_dict()
+            assert saved["requests"] == [[2, 0], [3, 1]]
+            before = _copied(saved["weights"])
+        train(algorithm, collector, 6)
+    [[version, data]], [[_, expected]] = saved["weights"], before
+    assert version == 0
+    assert torch.equal(data, expected)
+
+
 def test_saving_needs_a_stand():
     algorithm = make_learner()
     with make_collector(algorithm) as collector:

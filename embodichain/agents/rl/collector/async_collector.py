@@ -336,7 +336,7 @@ class AsyncCollector(BaseCollector):
         return {name: value for name, value in state.items() if name != "env"} | {
             "queue": self.buffer.state_dict(),
             "results": [{name: getattr(result, name) for name in _SAVED} for result in results],
-            "weights": [[snapshot.version, snapshot.data] for snapshot in older],
+            "weights": [[snapshot.version, snapshot.data.clone()] for snapshot in older],  # slots are written to again
         }
 
     def load_state_dict(self, state: Mapping[str, Any], env_state: TensorDictBase | None = None) -> None:
