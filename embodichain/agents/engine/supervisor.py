@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -220,8 +220,8 @@ class RefreshWatch:
     half the limit. A writer that is only slow, or that writes nothing while others do, gets the warning alone.
     """
 
-    def __init__(self, worker_timeout: float) -> None:
-        self._timeout = worker_timeout
+    def __init__(self, worker_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout, self._clock = worker_timeout, clock
         self._since: dict[str, tuple[float, Ints]] = {}
         """By writer: the last time it wrote or had nothing to do, and its record at that time."""
         self._longest: dict[str, float] = {}
@@ -237,11 +237,11 @@ class RefreshWatch:
         since, before = self._since.get(who, (0.0, record))
         has_written = record[Work.WRITTEN] > before[Work.WRITTEN]
         if has_written:
-            self._last_write = time.monotonic()
+            self._last_write = self._clock()
         if has_written and alive_at is not None:
             self._longest[who] = max(self._longest.get(who, 0.0), alive_at - since)
         if who not in self._since or has_written or alive_at is None or since < awake_since:
-            self._since[who] = time.monotonic(), record.copy()
+            self._since[who] = self._clock(), record.copy()
             self._warned.discard(who)
             return "", False
         limit, waited = max(self._timeout, 3.0 * self._longest.get(who, 0.0)), alive_at - since

@@ -281,11 +281,9 @@ def test_demonstrations_that_never_succeed_do_not_block_for_ever() -> None:
         ({Work.STEPS: 25, Work.FINISHED: 1}, True),  # one has ended, and was not written
     ],
 )
-def test_who_steps_slowly_does_not_stall(
-    done: dict[Work, int], is_stalled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watch, record, start = RefreshWatch(4.0), np.zeros(WORK_WORDS, np.int64), 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: start)
+def test_who_steps_slowly_does_not_stall(done: dict[Work, int], is_stalled: bool) -> None:
+    start = 1000.0
+    watch, record = RefreshWatch(4.0, clock=lambda: start), np.zeros(WORK_WORDS, np.int64)
     assert watch.check("worker 0", record, start, 0.0, 20) == ("", False)
     for word, count in done.items():
         record[word] += count
@@ -296,9 +294,9 @@ def test_who_steps_slowly_does_not_stall(
     assert (bool(told), for_good) == (is_stalled, is_stalled)  # one warning is enough
 
 
-def test_who_does_not_write_while_others_do_is_not_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch, now = RefreshWatch(0.2), 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+def test_who_does_not_write_while_others_do_is_not_a_stall() -> None:
+    now = 1000.0
+    watch = RefreshWatch(0.2, clock=lambda: now)
     idle, busy = np.zeros(WORK_WORDS, np.int64), np.zeros(WORK_WORDS, np.int64)
     warnings = []
     for _ in range(100):
