@@ -80,10 +80,10 @@ class Deadline:
 
 
 class Channel:
-    """One end of a connection. Any thread may send; one thread at a time may receive.
+    """One end of a connection. Any thread may send; one thread at a time may receive or close.
 
     No message is lost while the other process is alive: ``send`` blocks while the socket is full, or queues the message
-    for later calls. Once the other process has exited, ``send`` does nothing and ``receive`` raises ``EOFError``.
+    for later calls. Once either end is closed, ``send`` does nothing and ``receive`` raises ``EOFError``.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -156,8 +156,11 @@ class Channel:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this end; may be called repeatedly."""
-        self.socket.close()
+        """Close this end; may be called repeatedly, and while another thread sends."""
+        self.shut_down()  # a sender that waits for room gives up
+        with self._sending:  # afterwards the number of the socket may be reused
+            self._waiting.clear()
+            self.socket.close()
 
     def _post(self, description: dict[str, Any], segment: Segment | None, wait: bool) -> None:
         packet, segments = json.dumps(description).encode(), [] if segment is None else [segment]
@@ -166,8 +169,9 @@ class Channel:
             segments[-1].bytes.numpy()[:] = np.frombuffer(packet, np.uint8)
             packet = _IN_SEGMENT
         with self._sending:
-            self._waiting.append((packet, segments))
-            self._send_waiting(wait)
+            if self.socket.fileno() >= 0:
+                self._waiting.append((packet, segments))
+                self._send_waiting(wait)
 
     def _send_waiting(self, wait: bool) -> None:
         while self._waiting:

@@ -19,6 +19,7 @@ from embodichain.agents.processes.channel import Channel, RequestChannel
 from embodichain.agents.processes.shared_memory import Segment, tensor_of
 from embodichain.errors import SharedMemoryError
 from embodichain.utils.tensor_tree import decode, encode, from_bytes, to_bytes
+from tests.programs import wait_until
 
 NESTED = {
     "numbers": torch.arange(5),
@@ -151,6 +152,30 @@ def test_who_is_gone_is_told_by_receive() -> None:
     mine.close()
     with pytest.raises(EOFError):
         mine.receive()
+
+
+def test_nothing_is_sent_once_this_end_is_closed() -> None:
+    """A learner may be about to send weights to a worker that has just died."""
+    mine, other = Channel.pair()
+    mine.close()
+    for wait in (True, False):
+        mine.send("weights", torch.ones(3), wait=wait)
+    with pytest.raises(EOFError):
+        other.receive(0.0)
+    other.close()
+
+
+def test_closing_ends_a_message_that_waits_for_room() -> None:
+    mine, other = Channel.pair()
+    while not mine._waiting:
+        mine.send("work", "x" * 10_000, wait=False)
+    thread = threading.Thread(target=mine.send, args=("work",), daemon=True)
+    thread.start()
+    wait_until(mine._sending.locked)
+    mine.close()
+    thread.join(60.0)
+    assert not thread.is_alive()
+    other.close()
 
 
 def test_the_last_message_arrives_from_who_did_not_read_all() -> None:
