@@ -18,6 +18,7 @@ from embodichain.agents.rl.models import build_policy
 from embodichain.agents.rl.models.tokens import fit_tokenizer
 from embodichain.agents.rl.train import train_from_config
 from embodichain.cli.export import main as export_command
+from embodichain.envs.observations import encode_instructions
 from embodichain.errors import ExportError, OutputError
 from tests.agents.rl.training_cases import write_config
 
@@ -96,6 +97,25 @@ def test_exported_actions_equal_the_policys(tmp_path, case):
     space = json.loads(entries["action_space"])
     assert space["type"] == ("discrete" if pictures else "box")
     assert case != "no bounds" or (space["low"], space["high"]) == ([None, 150.0], None)
+
+
+def test_an_exported_policy_reads_instructions(tmp_path):
+    text = gym.spaces.Box(0, 255, (32,), np.uint8)
+    observations, actions = gym.spaces.Dict({**VECTORS.spaces, "instruction": text}), gym.spaces.Box(-1, 1, (2,))
+    torch.manual_seed(0)
+    block = {"name": "actor_critic", "actor": SMALL, "critic": SMALL, "normalize_obs": True, "text_encoder": {}}
+    policy = build_policy(block, observations, actions, "cpu")
+    nn.init.normal_(policy.actor[-1].weight, std=0.3)
+    obs, feed = observation(4)
+    texts = encode_instructions(["put red on blue", "put blue on red", "stop", "lift the green cube"], 32)
+    obs["instruction"], feed["instruction"] = texts, texts.numpy()
+    policy.update_normalizer(obs)
+    session = onnxruntime.InferenceSession(str(export_onnx(policy, observations, actions, tmp_path / "p.onnx")))
+    with torch.no_grad():
+        wanted = policy.act(obs, deterministic=True)[0].clamp(-1.0, 1.0).numpy()
+    assert np.allclose(session.run(None, feed)[0], wanted, atol=1e-5)
+    swapped = {**feed, "instruction": feed["instruction"][[1, 0, 3, 2]]}
+    assert np.abs(session.run(None, swapped)[0] - wanted).max(axis=1).min() > 1e-3
 
 
 def test_a_flow_with_one_noisy_step_is_exported_and_begins_with_zero_noise(tmp_path, caplog):

@@ -30,6 +30,7 @@ from embodichain.agents.rl.models.mlp import (
 )
 from embodichain.agents.rl.models.observation import FeatureEncoder, ObservationSpace, RunningNormalizer
 from embodichain.agents.rl.models.policy import Evaluation, Policy
+from embodichain.agents.rl.models.text import TextEncoderCfg, add_gates
 from embodichain.agents.rl.utils.tensordicts import Observation
 from embodichain.config.classes import Config, NotNegative, configclass
 from embodichain.errors import ConfigError
@@ -105,6 +106,8 @@ class PolicyCfg(NetworkSettings):
     """Keys (``object/pos``) or groups of keys (``object``) that only the critic uses."""
     image_encoder: ImageEncoderCfg = ImageEncoderCfg()
     """Encoder of images, the keys below ``image``."""
+    text_encoder: TextEncoderCfg | None = None
+    """Encoder of the key ``instruction``; without it, the bytes of the text are numbers like all others."""
     memory: RecurrentCfg | None = None
     """A recurrent layer, for partially observable tasks."""
 
@@ -292,25 +295,42 @@ class LatentActor(nn.Module):
 
 def _build_parts(cfg: PolicyCfg, obs_space: ObservationSpace, action_space: Any) -> tuple[int, dict[str, Any]]:
     """Return the width of features, and keyword arguments of the constructor: actor, encoder, memory and head."""
-    encoder = FeatureEncoder(obs_space, cfg.normalize_obs, cfg.critic_obs, cfg.image_encoder, cfg.actor_obs)
+    settings = (cfg.critic_obs, cfg.image_encoder, cfg.actor_obs, cfg.text_encoder)
+    encoder = FeatureEncoder(obs_space, cfg.normalize_obs, *settings)
     memory = None if cfg.memory is None else RecurrentLayer(encoder.public_dim, cfg.memory)
     width = encoder.public_dim if cfg.memory is None else cfg.memory.hidden_size
+    text = _gating_columns(cfg, encoder)
     is_continuous = isinstance(action_space, int | gym.spaces.Box)
     actor: MLP | LatentActor
     if cfg.distribution.std == "gsde" and is_continuous:
-        actor = LatentActor(build_network(cfg.actor, width, action_dimension(action_space), last_gain=0.01))
+        actor = LatentActor(build_network(cfg.actor, width, action_dimension(action_space), 0.01, text))
         head = build_head(action_space, cfg.distribution, actor.latent_dim)
     else:
         head = build_head(action_space, cfg.distribution)
-        actor = build_network(cfg.actor, width, head.param_dim, last_gain=0.01)
+        actor = build_network(cfg.actor, width, head.param_dim, 0.01, text)
     return width, {"actor": actor, "encoder": encoder, "memory": memory, "head": head}
 
 
-def build_network(cfg: Mapping[str, Any], width: int, out: int, last_gain: float) -> MLP:
-    """Return a network with orthogonal weights: gain sqrt(2) for hidden layers, ``last_gain`` for the output."""
+def _gating_columns(cfg: PolicyCfg, encoder: FeatureEncoder) -> slice | None:
+    """Return the inputs of the networks that gate their first layer, if any."""
+    if cfg.text_encoder is None or not cfg.text_encoder.gates:
+        return None
+    if cfg.memory is not None:
+        problem = "gates: expected false, as a recurrent layer joins the text and all else before the networks"
+        raise ConfigError(problem, "policy.text_encoder")
+    return encoder.text_columns
+
+
+def build_network(cfg: Mapping[str, Any], width: int, out: int, last_gain: float, gated_by: slice | None = None) -> MLP:
+    """Return a network with orthogonal weights: gain sqrt(2) for hidden layers, ``last_gain`` for the output.
+
+    The inputs ``gated_by`` scale the first hidden layer.
+    """
     network = build_mlp_from_cfg(cfg, width, out)
     count = sum(isinstance(layer, nn.Linear) for layer in network)
     network.init_orthogonal([2.0**0.5] * (count - 1) + [last_gain])
+    if gated_by is not None:
+        add_gates(network, gated_by)
     return network
 
 
@@ -409,7 +429,7 @@ class ActorCritic(NetworkPolicy, CriticPolicy):
             if checked.memory is not None or not critic_dim:
                 reason = "a recurrent layer joins images and vectors" if critic_dim else "there is nothing else to see"
                 raise ConfigError(f"critic_images: expected true, as {reason}", "policy")
-        network = build_network(checked.critic, critic_dim, 1, last_gain=1.0)
+        network = build_network(checked.critic, critic_dim, 1, 1.0, _gating_columns(checked, parts["encoder"]))
         critic = NormalizedCritic(network) if checked.normalize_value else network
         hidden = parts["encoder"].privileged_dim
         if checked.auxiliary_coef and not hidden:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from embodichain.agents.rl.models.mlp import ImageEncoder, ImageEncoderCfg
+from embodichain.agents.rl.models.text import TextEncoder, TextEncoderCfg
 from embodichain.agents.rl.utils.distributed import SharedStatistics, batch_moments, merge_moments
 from embodichain.agents.rl.utils.tensordicts import Observation, sorted_leaves
 from embodichain.errors import ConfigError, ObservationError, nearest
@@ -229,6 +230,7 @@ class FeatureEncoder(nn.Module):
         critic_obs: Sequence[str] = (),
         image_encoder: ImageEncoderCfg | None = None,
         actor_obs: Sequence[str] | None = None,
+        text_encoder: TextEncoderCfg | None = None,
     ) -> None:
         super().__init__()
         self.is_flat = not isinstance(obs_space, gym.spaces.Dict)
@@ -242,7 +244,15 @@ class FeatureEncoder(nn.Module):
         privileged = [entry for entry in vectors if entry in hidden]
         self.vectors = [entry for entry in vectors if entry not in hidden] + privileged
         self.images = [entry for entry in entries if entry.is_image]
-        self.vector_dim = sum(entry.size for entry in vectors)
+        self.text_encoder = None if text_encoder is None else TextEncoder(text_encoder)
+        self._raw_dim = self.vector_dim = sum(entry.size for entry in vectors)
+        self._raw_text = self.text_columns = slice(0)
+        """Columns of the instruction: its bytes, and its codes in the encoded vectors."""
+        if self.text_encoder is not None:
+            self._raw_text = _text_columns(self.vectors, privileged)
+            begin = self._raw_text.start
+            self.text_columns = slice(begin, begin + self.text_encoder.dim)
+            self.vector_dim += self.text_columns.stop - self._raw_text.stop
         self.privileged_dim = sum(entry.size for entry in privileged)
         self.normalizer = RunningNormalizer(self.vector_dim) if normalize and self.vector_dim else None
         cfg = image_encoder or ImageEncoderCfg()
@@ -281,6 +291,13 @@ class FeatureEncoder(nn.Module):
 
     def vector(self, obs: Observation) -> Tensor:
         """Return all vectors, float32 ``[..., vector_dim]``: the public, then the privileged ones, each sorted."""
+        raw = self._raw_vector(obs)
+        if self.text_encoder is None:
+            return raw
+        text = self._raw_text
+        return torch.cat((raw[..., : text.start], self.text_encoder(raw[..., text]), raw[..., text.stop :]), dim=-1)
+
+    def _raw_vector(self, obs: Observation) -> Tensor:
         if isinstance(obs, Tensor):
             if self.images:
                 raise ObservationError("a flat tensor holds no images: pass the nested TensorDict")
@@ -292,14 +309,28 @@ class FeatureEncoder(nn.Module):
             flat = _join([_columns(value, value.ndim - obs.batch_dims) for _, value in sorted_leaves(obs)])
         else:
             flat = _join([_columns(entry_of(obs, entry.path), len(entry.shape)) for entry in self.vectors])
-        if flat.shape[-1] != self.vector_dim:
-            raise ObservationError(f"expected observations of {self.vector_dim} numbers, got shape {list(flat.shape)}")
+        if flat.shape[-1] != self._raw_dim:
+            raise ObservationError(f"expected observations of {self._raw_dim} numbers, got shape {list(flat.shape)}")
         return flat if flat.dtype == torch.float32 else flat.float()
 
     def update_normalizer(self, obs: Observation) -> None:
         """Update the running statistics, if any, with observations ``[...]``."""
         if self.normalizer is not None and self.training:
             self.normalizer.update(self.vector(obs))
+
+
+def _text_columns(vectors: Sequence[ObservationEntry], privileged: Sequence[ObservationEntry]) -> slice:
+    """Return the columns of the instruction in the concatenated vectors; raise ``ConfigError`` if there is none."""
+    begin = 0
+    for entry in vectors:
+        if entry.is_bytes and len(entry.shape) == 1 and entry.path[-1:] == ("instruction",):
+            if entry in privileged:
+                problem = f"{entry.name!r} is in critic_obs, and the actor has to read it"
+                raise ConfigError(f"text_encoder: {problem}; leave one of them out", "policy")
+            return slice(begin, begin + entry.size)
+        begin += entry.size
+    problem = "expected an observation 'instruction', a uint8 vector, and the policy sees none"
+    raise ConfigError(f"text_encoder: {problem}; leave it out, or use a task with language", "policy")
 
 
 def _used_entries(
