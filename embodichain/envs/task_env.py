@@ -1,7 +1,8 @@
 """Physics + Task = VecEnv. ``TaskEnv.step`` reads from top to bottom: act, simulate, measure, score, observe, reset."""
 
+import functools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import gymnasium as gym
@@ -32,6 +33,7 @@ from embodichain.utils.cuda_graphs import GraphedStep, StepParts, copy_together
 _SECTIONS = ("events", "observations")
 """Sections of ``env`` whose own code samples their ranges; the task samples those of all others."""
 _DEFAULT_EPISODE = 100  # steps, if neither the config nor the task defines a limit
+_FEW = 4  # so many numbers are summed up one after the other, also by ``Tensor.sum``
 
 
 class TaskEnv(VecEnv):
@@ -231,6 +233,7 @@ class TaskEnv(VecEnv):
             self._events.before_step(self._step, self._streams)
             applied = self._events.act(applied, self._step, self._streams)
         self.physics.ctrl.copy_(self._control(applied))
+        self._step.add_(self._one)  # not after the physics, which leaves no code in the processor's caches
 
     def _control(self, action: Tensor) -> Tensor:
         """Return the motor commands ``[num_envs, nu]`` for an action."""
@@ -273,7 +276,6 @@ class TaskEnv(VecEnv):
     def _measure(self) -> Scene:
         """Complete the physics step and return the measurements of the new state."""
         self.physics.settle()
-        self._step.add_(self._one)
         self._scene = scene = self.task.read()
         self.task.after_step(scene)
         return scene
@@ -313,8 +315,9 @@ class TaskEnv(VecEnv):
 
     def _begin_done(self, done: Tensor, drawn: Drawn | None) -> TensorDict:
         if not self._masked:
-            ids = done.nonzero().view(-1)
-            if ids.numel():
+            rows = np.flatnonzero(done.numpy())  # faster than ``nonzero`` of a tensor
+            if rows.size:
+                ids = torch.from_numpy(rows)
                 self._set_observation(self._packed.with_rows(self._resets.begin_drawn(ids), ids))
                 self._scene = None
             return self._obs
@@ -499,7 +502,7 @@ class Scoring:
         self._limit = torch.tensor(max_episode_steps, device=device)
         self._none = torch.zeros(num_envs, dtype=torch.bool, device=device)
         self._zeros = torch.zeros(num_envs, device=device)
-        self._last_terms = torch.zeros(max(1, len(self._weights)), num_envs, device=device)
+        self._last_terms = torch.zeros(1 if self._sparse else len(self._weights), num_envs, device=device)
 
     def score(self, scene: Scene, action: Tensor, step: Tensor, diverged: Tensor | None) -> StepOutcome:
         """Score the state after an action; ``diverged`` envs (``None``: none) are truncated and never successful.
@@ -515,7 +518,7 @@ class Scoring:
             scene["success"] = success.float()
         elif self._sparse:
             raise ConfigError("env.rewards.mode: this task cannot be solved, so its reward cannot be sparse; use dense")
-        rewards, reward = self._reward(scene, action, diverged, step)
+        terms = self._weighted_terms(scene, action, diverged, step)
         terminated = success if success is not None and self._ends_with_success else self._none
         failed = self._task.failed(scene)
         if failed is not None:
@@ -526,42 +529,63 @@ class Scoring:
         truncated = (step if skipped is None else step + skipped) >= self._limit
         if diverged is not None:
             truncated = truncated | diverged
-        return StepOutcome(rewards, reward, terminated, truncated, self._metrics(scene, diverged))
+        rewards, reward, metrics = self._in_single_precision(terms, scene, diverged)
+        return StepOutcome(rewards, reward, terminated, truncated, metrics)
 
-    def _reward(
-        self, scene: Scene, action: Tensor, kept: Tensor | None, step: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the weighted terms and their sum; where ``kept`` ``[num_envs]`` is set, those of the last step."""
-        if not self._sparse and not self._weights:
-            return {}, self._zeros.clone()
+    def _weighted_terms(self, scene: Scene, action: Tensor, kept: Tensor | None, step: Tensor) -> list[Tensor]:
+        """Return the weighted reward terms, ``[num_envs]`` each; where ``kept`` is set, those of the last step."""
         if self._sparse:
-            names, parts = ["success"], scene["success"].unsqueeze(0).clone()
+            terms = [scene["success"]]
         else:
-            terms = {**self._task.reward_terms(scene, action), **self.terms(scene, action)}
-            names = list(self._weights)
-            parts = torch.stack([terms[name] for name in names])  # [terms, num_envs], which sums up fastest
-            if self._weighs or not parts.is_floating_point():
-                parts = parts * self._weight_column
+            named = {**self._task.reward_terms(scene, action), **self.terms(scene, action)}
+            terms = [named[name] for name in self._weights]
+        weighs = self._weighs and not self._sparse
+        if not terms or not (weighs or kept is not None or _any_integer(terms)):
+            return terms
+        rows = torch.stack(terms)
+        if weighs or not rows.is_floating_point():
+            rows = rows * self._weight_column
         if kept is not None:  # zero in the first step of an episode
             last = torch.where(step > 1, self._last_terms, 0.0)  # not a product: they may be infinite
-            parts = torch.where(kept, last.to(parts.dtype), parts)
-        reward = parts.t().contiguous().sum(dim=1)  # in an order that does not depend on num_envs
-        if parts.dtype != torch.float32:  # a task may compute in double precision
-            parts, reward = parts.float(), reward.float()
-        if parts.device.type == "cpu":
-            self._last_terms = parts
-        else:  # at the address that a captured graph reads
-            self._last_terms.copy_(parts)
-        return dict(zip(names, parts.unbind(0), strict=True)), reward
+            rows = torch.where(kept, last.to(rows.dtype), rows)
+        return list(rows.unbind(0))
 
-    def _metrics(self, scene: Scene, diverged: Tensor | None) -> dict[str, Tensor]:
+    def _in_single_precision(
+        self, terms: list[Tensor], scene: Scene, diverged: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+        """Return copies of the reward terms by name, of their sum and of the metrics; a task may compute in double."""
+        reward = _total(terms) if terms else self._zeros
+        if self._zeros.dtype != reward.dtype:
+            self._zeros = self._zeros.to(reward.dtype)
         measures = {"success": scene["success"]} if "success" in scene else {}
-        measures["diverged"] = self._zeros if diverged is None else diverged.float()
+        measures["diverged"] = self._zeros if diverged is None else diverged.to(reward.dtype)
         measures.update(self._task.metrics(scene))
-        if len({measure.dtype for measure in measures.values()}) > 1:  # each keeps its dtype
-            return {name: measure.clone() for name, measure in measures.items()}
-        copies = torch.stack(list(measures.values()))
-        return dict(zip(measures, copies.unbind(0), strict=True))
+        apart = _any_integer(measures.values())  # each keeps its dtype
+        rows = torch.stack([*terms, reward] if apart else [*terms, reward, *measures.values()])  # copied at once
+        if rows.dtype != torch.float32:
+            rows = rows.float()
+        count = len(terms)
+        if rows.device.type == "cpu":
+            self._last_terms = rows[:count]
+        elif terms:  # at the address that a captured graph reads
+            self._last_terms.copy_(rows[:count])
+        copies = rows.unbind(0)
+        metrics = [_copy_of(measure) for measure in measures.values()] if apart else copies[count + 1 :]
+        names = ["success"] if self._sparse else self._weights
+        return dict(zip(names, copies, strict=False)), copies[count], dict(zip(measures, metrics, strict=True))
+
+
+def _any_integer(values: Iterable[Tensor]) -> bool:
+    return not all(value.is_floating_point() for value in values)
+
+
+def _copy_of(measure: Tensor) -> Tensor:
+    return measure.to(torch.float32, copy=True) if measure.is_floating_point() else measure.clone()
+
+
+def _total(terms: list[Tensor]) -> Tensor:
+    """Return the sum of terms ``[num_envs]``, added in an order that does not depend on ``num_envs``."""
+    return functools.reduce(torch.add, terms) if len(terms) <= _FEW else torch.stack(terms, dim=1).sum(dim=1)
 
 
 def _reward_weights(cfg: GymCfg, task: Task, terms: RewardTerms) -> dict[str, float]:
