@@ -69,6 +69,8 @@ class Physics(ABC):
     qpos: Tensor
     qvel: Tensor
     ctrl: Tensor
+    motion: Tensor | None = None
+    """Positions and velocities side by side, live, ``[num_envs, nq + nv]``; ``None`` if they are stored apart."""
     mocap_pos: Tensor
     """Positions of mocap bodies, live, ``[num_envs, nmocap, 3]``; set at reset."""
     mocap_quat: Tensor

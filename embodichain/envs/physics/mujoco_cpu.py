@@ -55,6 +55,8 @@ class _Closed:
 class MujocoCpuPhysics(Physics):
     """Steps all envs on ``num_threads`` native threads (0: all available cores)."""
 
+    motion: Tensor
+
     def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int = 0, outputs: Sequence[str] = ()) -> None:
         log_warnings()
         self.model = model
@@ -66,8 +68,8 @@ class MujocoCpuPhysics(Physics):
         # A row of the state starts with time, positions and velocities.
         time, nq, nv = mujoco.mj_stateSize(model, int(mujoco.mjtState.mjSTATE_TIME)), int(model.nq), int(model.nv)
         self._columns = slice(time, time + nq), slice(time + nq, time + nq + nv)
-        self._motion = self._state[:, time : time + nq + nv]
-        self.qpos, self.qvel = self._motion[:, :nq], self._motion[:, nq:]
+        self.motion = self._state[:, time : time + nq + nv]
+        self.qpos, self.qvel = self.motion[:, :nq], self.motion[:, nq:]
         self.ctrl = torch.from_numpy(self._batch.bind("ctrl"))
         self.mocap_pos, self.mocap_quat = self._mocap()
         self._sensordata = self._batch.bind("sensordata") if model.nsensordata else np.zeros((num_envs, 0))
@@ -144,7 +146,7 @@ class MujocoCpuPhysics(Physics):
             own += size
 
     def snapshot(self, env_ids: Tensor | None = None) -> Tensor:
-        return (self._motion if env_ids is None else self._motion.index_select(0, env_ids)).float()
+        return (self.motion if env_ids is None else self.motion.index_select(0, env_ids)).float()
 
     @property
     def sensordata(self) -> Tensor:
@@ -179,7 +181,7 @@ class MujocoCpuPhysics(Physics):
 
     def close(self) -> None:
         # Views of the state keep the batch and its threads alive, so replace them by copies.
-        names = ("_state", "_motion", "qpos", "qvel", "ctrl", "mocap_pos", "mocap_quat")
+        names = ("_state", "motion", "qpos", "qvel", "ctrl", "mocap_pos", "mocap_quat")
         for name in names:
             setattr(self, name, getattr(self, name).clone())
         if self._forces is not None:
