@@ -14,9 +14,11 @@ import torch
 
 from embodichain.agents.rl.algo import PPO, PPOCfg, gradient_steps
 from embodichain.agents.rl.algo.gradient_steps import GraphedSteps
-from embodichain.agents.rl.collector import SyncCollector, acting
+from embodichain.agents.rl.algo.grpo import GRPO, GRPOCfg
+from embodichain.agents.rl.buffer import VLABuffer
+from embodichain.agents.rl.collector import AsyncCfg, AsyncCollector, SyncCollector, acting
 from embodichain.utils import cuda_graphs
-from embodichain.utils.cuda_graphs import WARM_UP, GraphedStep, Recorder, StepParts, copy_where
+from embodichain.utils.cuda_graphs import WARM_UP, GraphedStep, Recorder, StepParts, concurrent_use, copy_where
 from tests.agents.rl.helpers import ScriptedEnv, make_policy
 
 
@@ -98,6 +100,48 @@ def test_a_failed_recording_is_the_last_one(caplog: pytest.LogCaptureFixture) ->
     assert recorder.attempt(fail) is None
     assert not recorder.possible
     assert lines(caplog) == ["the test runs without CUDA graphs, which costs speed: RuntimeError"]
+
+
+def test_nobody_is_kept_from_waiting_beside_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = []
+
+    @contextlib.contextmanager
+    def refuse() -> Any:
+        refusals.append(1)
+        yield
+
+    monkeypatch.setattr(cuda_graphs, "refusing_to_wait", refuse)
+    with concurrent_use():
+        alone = Recorder("the test runs")
+        for _ in range(WARM_UP):
+            alone.warm_up(lambda: None)
+    assert alone.ready
+    assert refusals == []
+    after = Recorder("the test runs")
+    for _ in range(WARM_UP):
+        after.warm_up(lambda: None)
+    assert refusals == [1]
+
+
+def test_a_collector_in_a_thread_counts_as_another_user() -> None:
+    counts = []
+
+    class Env(ScriptedEnv):
+        def step(self, action: Any) -> Any:
+            counts.append(cuda_graphs._users.count)
+            return super().step(action)
+
+    env = Env(2)
+    with AsyncCollector(env, make_policy(env), VLABuffer(8), cfg=AsyncCfg(num_steps=4)) as collector:
+        collector.collect()
+    assert set(counts) == {1}
+    assert cuda_graphs._users.count == 0
+
+
+def test_grpo_evaluates_without_static_rows(fake: type[FakeRecorded]) -> None:
+    algorithm = GRPO(GRPOCfg(group_size=2, mixed_precision="bf16"), make_policy(ScriptedEnv(8), "actor_only"))
+    algorithm.graphs = GraphedSteps(algorithm._step, algorithm.optimizer, algorithm.validity_key)
+    assert not algorithm.graphs.replays_evaluations
 
 
 def test_an_environment_step_that_cannot_be_recorded_stays_ordinary(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,8 @@ synchronize with the device. Work that cannot be captured stays eager, and a war
 import gc
 import importlib.util
 import logging
+import subprocess
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -85,9 +87,12 @@ class Recorder:
 
     def warm_up(self, work: Callable[[], Result], clean_up: Callable[[], None] = lambda: None) -> Result:
         """Run the work eagerly. If the last call before the capture synchronizes with the device, give up on capturing,
-        call ``clean_up`` and run the work again."""
+        call ``clean_up`` and run the work again.
+
+        Beside other threads (``concurrent_use``) this is not checked: the capture fails instead.
+        """
         self.calls += 1
-        if not self.possible or self.calls != WARM_UP:
+        if not self.possible or self.calls != WARM_UP or _users.count:
             return work()
         try:
             with refusing_to_wait():
@@ -114,7 +119,10 @@ class Recorder:
 
 @contextmanager
 def refusing_to_wait() -> Iterator[None]:
-    """Raise ``RuntimeError`` if the host synchronizes with the device, which cannot be captured."""
+    """Raise ``RuntimeError`` if the host synchronizes with the device, which cannot be captured.
+
+    This holds for all threads: torch has one such mode per process.
+    """
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that this is a prototype
@@ -123,6 +131,42 @@ def refusing_to_wait() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+class _Users:
+    """Counts the threads that use GPUs beside others."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def add(self, number: int) -> None:
+        with self._lock:
+            self.count += number
+
+
+_users = _Users()
+
+
+@contextmanager
+def concurrent_use() -> Iterator[None]:
+    """Context of a thread that may use GPUs beside others: no thread is kept from synchronizing meanwhile."""
+    _users.add(1)
+    try:
+        yield
+    finally:
+        _users.add(-1)
+
+
+@contextmanager
+def timed_convolutions() -> Iterator[None]:
+    """Let cuDNN choose the algorithms of convolutions by timing them, which pays for work whose shapes are fixed."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @dataclass(frozen=True)
@@ -235,6 +279,7 @@ def kernels_work(device: torch.device) -> bool:
         return False
     import triton
     import triton.language as tl
+    from triton.errors import TritonError
 
     @triton.jit
     def write_one(out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -245,6 +290,7 @@ def kernels_work(device: torch.device) -> bool:
         with torch.cuda.device(device):
             write_one[(1,)](out)
         return bool(out == 1.0)
-    except (RuntimeError, OSError) as error:  # no C compiler, or a GPU that Triton does not support
+    except (RuntimeError, OSError, subprocess.SubprocessError, TritonError) as error:
+        # no C compiler, no headers of Python, or a GPU that Triton does not support
         _LOG.warning("our own GPU kernels are not used, which costs speed: %s", error)
         return False

@@ -165,12 +165,15 @@ def test_grpo_learns_the_same_from_minibatches_that_are_filled_up(settings: dict
 
 @pytest.mark.skipif(not available("triton"), reason="needs Triton")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("given", [torch.uint8, torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("channels_last", [True, False])
-@pytest.mark.parametrize("shape", [(5, 64, 64, 3), (700, 10, 6, 4), (2, 224, 224, 1), (0, 8, 8, 3)], ids=str)
-def test_images_are_arranged_in_blocks(shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [(5, 64, 64, 3), (70_000, 10, 6, 4), (2, 224, 224, 1), (0, 8, 8, 3)], ids=str)
+def test_images_are_arranged_in_blocks(
+    shape: tuple[int, ...], channels_last: bool, given: torch.dtype, dtype: torch.dtype
+) -> None:
     from embodichain.agents.rl.models.image_kernel import arrange_in_blocks
 
-    image = torch.randint(0, 256, shape, dtype=torch.uint8).permute(0, 3, 1, 2)
+    image = torch.randint(0, 256, shape).to(given).permute(0, 3, 1, 2)
     image = image if channels_last else image.contiguous()
     channels = -(-(4 * shape[3] + 1) // 8) * 8
     found, expected = arrange_in_blocks(image.cuda(), channels, dtype), in_blocks(image, channels, dtype)

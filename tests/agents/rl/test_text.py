@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gymnasium as gym
@@ -69,6 +70,15 @@ def test_texts_of_other_scripts_and_no_text_have_codes() -> None:
     assert found[0, 1].abs().min() > 0.0
     nothing = TextEncoder(TextEncoderCfg())(torch.zeros(2, LENGTH, dtype=torch.uint8))
     assert nothing.abs().max() == 0.0
+
+
+def test_numbers_that_are_no_bytes_are_read_as_the_nearest_ones() -> None:
+    encoder, text = TextEncoder(TextEncoderCfg()), torch.full((1, 4), 65.0)
+    for number, byte in ((-3.0, 0), (300.0, 255), (math.nan, 0), (math.inf, 255)):
+        text[0, 1] = number
+        nearest = text.nan_to_num().clamp(0, 255).byte()
+        assert nearest[0, 1] == byte
+        assert torch.equal(encoder(text), encoder(nearest))
 
 
 def test_gates_scale_the_outputs_of_a_layer() -> None:

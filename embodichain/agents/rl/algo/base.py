@@ -369,7 +369,7 @@ class MinibatchAlgorithm(BaseAlgorithm):
                 log_prob, _, value = self.policy.evaluate(batch)
             return log_prob, value
 
-        if self.graphs is not None:
+        if self.graphs is not None and self.graphs.replays_evaluations:
             yield from self.graphs.evaluate(minibatches, evaluate)
             return
         for chosen in minibatches.items.tensor_split(max(1, minibatches.count)):

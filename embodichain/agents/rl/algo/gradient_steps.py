@@ -14,7 +14,7 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils import Precision
 from embodichain.agents.rl.utils.tensordicts import sorted_leaves
 from embodichain.errors import CheckpointError, ConfigError
-from embodichain.utils.cuda_graphs import Recorded, Recorder, record
+from embodichain.utils.cuda_graphs import Recorded, Recorder, record, timed_convolutions
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEARNING_RATE_STEP = 1.5
@@ -409,12 +409,18 @@ class GraphedSteps:
         rows, order = self._load(minibatches), minibatches.draw()
         if self._sums is not None:
             self._sums.zero_()
-        for chosen in order:
-            if not self._replay(rows, chosen):
-                self._recorder.warm_up(partial(self._do, rows, chosen), self._optimizer.clear_gradients)
+        with timed_convolutions():
+            for chosen in order:
+                if not self._replay(rows, chosen):
+                    self._recorder.warm_up(partial(self._do, rows, chosen), self._optimizer.clear_gradients)
         if self._sums is None:
             return {}, 0
         return dict(zip(self._names, self._sums.clone().unbind(), strict=True)), len(order)
+
+    @property
+    def replays_evaluations(self) -> bool:
+        """Whether ``evaluate`` is of use: minibatches have few sizes, and steps can be captured as far as is known."""
+        return self._validity_key is None and self._recorder.possible and self._optimizer.precision != "fp16"
 
     def evaluate(
         self, minibatches: Minibatches, work: Callable[[TensorDictBase], Evaluated]
@@ -423,24 +429,26 @@ class GraphedSteps:
 
         The data of ``minibatches`` may be changed afterwards. ``work`` must be the same function in every call.
         """
-        rows, recorder = self._load(minibatches), self._evaluator
+        rows = self._load(minibatches)
         for chosen in minibatches.items.tensor_split(max(1, minibatches.count)):
-            size = chosen.numel()
-            if not size:
-                continue
-            is_wanted = recorder.ready and self._recorder.possible and self._validity_key is None  # else sizes vary
-            if is_wanted and size not in self._evaluations:
-                items = torch.zeros_like(chosen)
-                recorded = recorder.attempt(lambda: record(lambda: work(rows.gather(items)), pool=self._pool()))  # noqa: B023
-                if recorded is not None:
-                    self._evaluations[size] = recorded, items
-            if size in self._evaluations:
-                graph, items = self._evaluations[size]
-                items.copy_(chosen)
-                yield chosen, graph.replay()
-            else:
-                yield chosen, recorder.warm_up(lambda: work(rows.gather(chosen)))  # noqa: B023
+            if chosen.numel():
+                with timed_convolutions():
+                    evaluated = self._evaluate(rows, chosen, work)
+                yield chosen, evaluated
         self._loaded = None
+
+    def _evaluate(self, rows: StaticRows, chosen: Tensor, work: Callable[[TensorDictBase], Evaluated]) -> Evaluated:
+        size, recorder = chosen.numel(), self._evaluator
+        if recorder.ready and size not in self._evaluations:
+            items = torch.zeros_like(chosen)
+            recorded = recorder.attempt(lambda: record(lambda: work(rows.gather(items)), pool=self._pool()))
+            if recorded is not None:
+                self._evaluations[size] = recorded, items
+        if size not in self._evaluations:
+            return recorder.warm_up(lambda: work(rows.gather(chosen)))
+        graph, items = self._evaluations[size]
+        items.copy_(chosen)
+        return graph.replay()
 
     def forget(self) -> None:
         """Discard the graphs, because parameters or Adam's state have moved in memory."""

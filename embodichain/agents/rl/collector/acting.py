@@ -16,7 +16,7 @@ from embodichain.agents.rl.collector.base import PolicyStep
 from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.utils.tensordicts import Observation, sorted_leaves
 from embodichain.errors import EmbodiChainError, PolicyContractError
-from embodichain.utils.cuda_graphs import WARM_UP, Recorded, Recorder, copy_together, record
+from embodichain.utils.cuda_graphs import WARM_UP, Recorded, Recorder, copy_together, record, timed_convolutions
 
 Result = TypeVar("Result")
 
@@ -262,7 +262,8 @@ class _Replayed(Generic[Result]):
             self.forget("its mode has changed")
         if self._recorded is None and self.recorder.possible and not self.settled:
             if not self.recorder.ready:
-                return self.recorder.warm_up(lambda: self._function(obs))
+                with timed_convolutions():
+                    return self.recorder.warm_up(lambda: self._function(obs))
             self.record(obs)
         leaves = _leaves(obs)
         if self._recorded is None or _shapes(leaves) != _shapes(self._inputs):
@@ -274,8 +275,9 @@ class _Replayed(Generic[Result]):
         """Run the warm-up calls that capturing needs."""
         self.recorder.calls = 0
         try:
-            for _ in range(WARM_UP):
-                self.recorder.warm_up(lambda: self._function(obs))
+            with timed_convolutions():
+                for _ in range(WARM_UP):
+                    self.recorder.warm_up(lambda: self._function(obs))
         except (EmbodiChainError, LookupError, RuntimeError, TypeError, ValueError) as error:
             # A placeholder observation may be invalid for the policy.
             self.recorder.give_up(f"{type(error).__name__}: {error}")
@@ -285,7 +287,7 @@ class _Replayed(Generic[Result]):
         if not self.recorder.possible:
             return
         own, generator = obs.clone(), self._policy.generator
-        with torch.cuda.device(self._policy.device):
+        with torch.cuda.device(self._policy.device), timed_convolutions():
             self._recorded = self.recorder.attempt(
                 lambda: record(lambda: self._function(own), stream=stream, generator=generator)
             )

@@ -38,6 +38,7 @@ def _arrange(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 def arrange_in_blocks(image: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     """Return the result of ``mlp.in_blocks`` for images on a GPU that need no gradient."""
+    image = image.view(torch.uint8) if image.dtype == torch.bool else image
     rows, depth, height, width = image.shape
     high, wide = height // 2 + 1, width // 2 + 1
     out = torch.empty(rows, high, wide, channels, dtype=dtype, device=image.device)

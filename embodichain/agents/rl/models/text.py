@@ -52,11 +52,12 @@ class TextEncoder(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         with torch.autocast(text.device.type, enabled=False):
-            code = text.long()
+            code = text.nan_to_num().clamp(0, 255).long()  # flat observations may hold any number
             is_letter = code > _SPACE
             begins = is_letter & ~functional.pad(is_letter[..., :-1], (1, 0))
             word = begins.long().cumsum(-1) - 1
-            pairs = self.letters[code] * self.followers[functional.pad(code[..., 1:], (0, 1))]  # [..., length, dim]
+            followers = functional.embedding(functional.pad(code[..., 1:], (0, 1)), self.followers)
+            pairs = functional.embedding(code, self.letters) * followers  # [..., length, word_dim]
             place = torch.arange(self.max_words, device=text.device).unsqueeze(-1)
             belongs = (word.unsqueeze(-2) == place).to(pairs)  # [..., max_words, length]
             return (belongs @ pairs).flatten(-2)

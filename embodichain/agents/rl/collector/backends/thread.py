@@ -25,6 +25,7 @@ from embodichain.agents.rl.collector.rollout_worker import (
 from embodichain.agents.rl.collector.weights import WeightSnapshot, WeightStore
 from embodichain.envs.vec_env import StepsInHalves, VecEnv
 from embodichain.errors import BufferWaitError, CollectorError, EnvironmentHungError, PolicyContractError
+from embodichain.utils.cuda_graphs import concurrent_use
 
 log = logging.getLogger("embodichain.collector")
 
@@ -149,7 +150,8 @@ class Backend(ABC):
 
     def _run(self) -> None:
         try:
-            self._work()
+            with concurrent_use():
+                self._work()
         except Exception as error:  # noqa: BLE001 - raised in the learner's thread, by check()
             drop_locals(error)
             self._failure = error
