@@ -123,6 +123,18 @@ def test_nobody_is_kept_from_waiting_beside_other_threads(monkeypatch: pytest.Mo
     assert refusals == [1]
 
 
+def test_convolutions_are_timed_while_any_thread_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "benchmark", False)
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(cuda_graphs.timed_convolutions)
+    second.enter_context(cuda_graphs.timed_convolutions)
+    first.close()  # the second one began before the first one ended
+    assert cudnn.benchmark
+    second.close()
+    assert not cudnn.benchmark
+
+
 def test_a_collector_in_a_thread_counts_as_another_user() -> None:
     counts = []
 

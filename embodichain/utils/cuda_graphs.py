@@ -158,15 +158,28 @@ def concurrent_use() -> Iterator[None]:
         _users.add(-1)
 
 
-@contextmanager
-def timed_convolutions() -> Iterator[None]:
-    """Let cuDNN choose the algorithms of convolutions by timing them, which pays for work whose shapes are fixed."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
+class _ConvolutionTiming:
+    """cuDNN's ``benchmark`` mode, which all threads share: on while any thread wants it, then as it was before."""
+
+    def __init__(self) -> None:
+        self._wanted, self._before, self._lock = 0, False, threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._wanted:
+                self._before = torch.backends.cudnn.benchmark
+            self._wanted += 1
+            torch.backends.cudnn.benchmark = True
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._wanted -= 1
+            if not self._wanted:
+                torch.backends.cudnn.benchmark = self._before
+
+
+timed_convolutions = _ConvolutionTiming()
+"""Context in which cuDNN times its algorithms to choose one for each convolution: pays where shapes are fixed."""
 
 
 @dataclass(frozen=True)

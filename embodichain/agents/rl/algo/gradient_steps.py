@@ -409,7 +409,7 @@ class GraphedSteps:
         rows, order = self._load(minibatches), minibatches.draw()
         if self._sums is not None:
             self._sums.zero_()
-        with timed_convolutions():
+        with timed_convolutions:
             for chosen in order:
                 if not self._replay(rows, chosen):
                     self._recorder.warm_up(partial(self._do, rows, chosen), self._optimizer.clear_gradients)
@@ -432,7 +432,7 @@ class GraphedSteps:
         rows = self._load(minibatches)
         for chosen in minibatches.items.tensor_split(max(1, minibatches.count)):
             if chosen.numel():
-                with timed_convolutions():
+                with timed_convolutions:
                     evaluated = self._evaluate(rows, chosen, work)
                 yield chosen, evaluated
         self._loaded = None

@@ -262,7 +262,7 @@ class _Replayed(Generic[Result]):
             self.forget("its mode has changed")
         if self._recorded is None and self.recorder.possible and not self.settled:
             if not self.recorder.ready:
-                with timed_convolutions():
+                with timed_convolutions:
                     return self.recorder.warm_up(lambda: self._function(obs))
             self.record(obs)
         leaves = _leaves(obs)
@@ -275,7 +275,7 @@ class _Replayed(Generic[Result]):
         """Run the warm-up calls that capturing needs."""
         self.recorder.calls = 0
         try:
-            with timed_convolutions():
+            with timed_convolutions:
                 for _ in range(WARM_UP):
                     self.recorder.warm_up(lambda: self._function(obs))
         except (EmbodiChainError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -287,7 +287,7 @@ class _Replayed(Generic[Result]):
         if not self.recorder.possible:
             return
         own, generator = obs.clone(), self._policy.generator
-        with torch.cuda.device(self._policy.device), timed_convolutions():
+        with torch.cuda.device(self._policy.device), timed_convolutions:
             self._recorded = self.recorder.attempt(
                 lambda: record(lambda: self._function(own), stream=stream, generator=generator)
             )
