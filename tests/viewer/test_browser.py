@@ -115,9 +115,11 @@ def test_a_simulation_is_drawn_played_acted_in_and_pulled_at(page: Page, tmp_pat
         page.wait(lambda: not playback.playing, "the pause")
 
         page.choose("person", "zero")
+        former = signal(viewer, "object/pos")
         page.click("New episodes")
         page.click("Play")
         page.wait(lambda: source.acts == "zero" and playback.frame is not None, "new episodes")
+        page.wait(lambda: np.abs(signal(viewer, "object/pos") - former).max() > 1e-3, "the cube to be elsewhere")
         place, offset = signal(viewer, "object/pos"), viewer.offset(0)
         look(page, viewer, place + offset + np.array([0.5, -0.5, 0.45]), place + offset)
         middle = on_page(page, viewer, place + offset)  # the cube is in the middle of the page
