@@ -39,6 +39,12 @@ class FakeRecorded:
         return self.work()
 
 
+@pytest.fixture(autouse=True)
+def _no_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that other tests have left hanging do not count here."""
+    monkeypatch.setattr(cuda_graphs, "_users", cuda_graphs._Users())
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeRecorded]:
     FakeRecorded.count = FakeRecorded.replays = 0

@@ -151,11 +151,12 @@ _users = _Users()
 @contextmanager
 def concurrent_use() -> Iterator[None]:
     """Context of a thread that may use GPUs beside others: no thread is kept from synchronizing meanwhile."""
-    _users.add(1)
+    users = _users
+    users.add(1)
     try:
         yield
     finally:
-        _users.add(-1)
+        users.add(-1)
 
 
 class _ConvolutionTiming:
