@@ -419,7 +419,7 @@ class GraphedSteps:
 
     @property
     def replays_evaluations(self) -> bool:
-        """Whether ``evaluate`` is of use: minibatches have few sizes, and steps can be captured as far as is known."""
+        """Whether ``evaluate`` can use graphs: minibatches have few sizes, and no capture of a step has failed."""
         return self._validity_key is None and self._recorder.possible and self._optimizer.precision != "fp16"
 
     def evaluate(

@@ -33,8 +33,8 @@ class TextEncoderCfg(Config):
 class TextEncoder(nn.Module):
     """Maps texts ``[..., length]``, bytes padded with zeros, to codes of their words ``[..., dim]``.
 
-    The code of a word is a fixed random function of its pairs of neighbouring letters, and stands at the position of
-    the word in the text. So a word has the same code wherever it begins, which bytes as numbers do not have.
+    The code of a word is a fixed random function of its pairs of neighbouring letters. Codes are in the order of the
+    words, so that a word has the same code whichever byte it begins at.
     """
 
     letters: Tensor
