@@ -60,9 +60,11 @@ class GatedEnv(Env):
     def __init__(self, gate: threading.Event, at: int, **settings: Any) -> None:
         super().__init__(at=at, **settings)
         self.gate = gate
+        self.waits = threading.Event()
 
     def step(self, action: Any):
         if self.steps == self.at:
+            self.waits.set()
             assert self.gate.wait(100.0)
         return super().step(action)
 

@@ -129,7 +129,7 @@ def test_new_weights_are_used_from_the_next_step_on():
     env = GatedEnv(gate, at=60)
     with make_collector(algorithm, env, num_steps=40, max_policy_lag=1) as collector:
         algorithm.update(collector.collect())
-        wait_until(lambda: env.steps == 60)
+        assert env.waits.wait(100.0)
         collector.publish()  # the second rollout is under way
         gate.set()
         versions = collector.collect()["policy_version"]
@@ -336,7 +336,7 @@ def test_pause_stands_still_and_resume_goes_on(monkeypatch):
 
     monkeypatch.setattr(collector._backend, "send", send_and_note)
     with collector:
-        wait_until(lambda: env.steps == 20)
+        assert env.waits.wait(100.0)
         collector.pause()
         assert env.steps == 21
         time.sleep(0.03)
@@ -520,6 +520,7 @@ def test_what_was_saved_does_not_change_while_collection_goes_on(monkeypatch):
     monkeypatch.setattr(collector._backend, "send", send_and_note)
     with collector:
         train(algorithm, collector, 1)
+        assert env.waits.wait(100.0)
         with collector.hold():
             saved = collector.state_dict()
             assert saved["requests"] == [[2, 0], [3, 1]]
