@@ -16,7 +16,7 @@ from benchmarks.processes import ROOT
 
 ALL = 0
 """Cores of a measurement that nothing may run beside."""
-FIRST = ("lift_bar", "hand_over", "stack_cube_language", "place_in_bin", "place_in_bin_language")
+FIRST = ("lift_bar", "hand_over", "place_in_bin", "place_in_bin_language")
 """Tasks of which it is not known yet whether they are learned in time."""
 FIRST_AT_ONCE, OTHERS_AT_ONCE = 3, 4
 """Runs at a time: those that need most of their time get a greater part of the GPU."""
