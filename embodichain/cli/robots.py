@@ -178,6 +178,7 @@ def _print_parts(console: Console, report: RobotReport) -> None:
             sign = "-" if min(parts.axis) < 0 else ""
             axis = sign + "xyz"[int(abs(parts.axis).argmax())]
             at = f"site {parts.site}" if parts.site_body is None else f"body {parts.site_body}"
+            at += ", between the tips of the fingers" if any(parts.site_pos) else ""
             table.add_row(
                 arm.name or "arm", f"{len(parts.joints)} joints" + (f" to {parts.body}" if parts.body else "")
             )
@@ -233,7 +234,7 @@ def snippet(report: RobotReport) -> dict[str, Any]:
         fingers = arm.grip.fingers_open if arm.grip else []
         start = [*arm.parts.init, *(arm.parts.init_fingers or fingers)]
         settings: dict[str, Any] = {"joints": arm.parts.joints, "init_qpos": [round(q, 4) + 0.0 for q in start]}
-        if arm.parts.site is not None:
+        if arm.parts.site is not None and not any(arm.parts.site_pos):  # else it is found again
             settings["tool_site"] = arm.parts.site_body or arm.parts.site
         if arm.parts.fingers:
             settings["gripper"] = arm.parts.fingers

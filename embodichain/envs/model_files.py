@@ -1,4 +1,4 @@
-"""Model files: finds, parses and compiles MJCF, and says of a file that cannot be used what is wrong and where."""
+"""Model files: finds, parses and compiles MJCF and URDF, and says of a file that cannot be used what is wrong and where."""
 
 import importlib.util
 import re
@@ -28,6 +28,10 @@ _ELEMENTS = {
     "key": "key",
 }
 """Elements of a model by the first word of the names of their arrays."""
+_MESHES = (".stl", ".obj", ".msh")
+"""Mesh files that MuJoCo reads."""
+_HIDDEN_GROUP = 3
+"""Group of geoms that are not drawn by default."""
 _COUNTS = {"body": "nbody", "joint": "njnt", "camera": "ncam", "actuator": "nu", "equality": "neq"}
 
 
@@ -51,11 +55,14 @@ def find_file(name: str, folder: Path | None = None) -> Path:
 
 
 def read_spec(path: Path) -> mujoco.MjSpec:
-    """Parse an MJCF file; ``AssetError`` if it is not valid.
+    """Parse an MJCF or URDF file; ``AssetError`` if it is not valid.
 
     Included files are next to it, or part of this package, such as ``table.xml``.
     """
     log_warnings()
+    urdf = _urdf(path)
+    if urdf is not None:
+        return _read_urdf(path, urdf)
     folder, parts = path.parent, {}
     if folder != ASSETS:
         parts = {part.name: part.read_bytes() for part in ASSETS.glob("*.xml") if not (folder / part.name).exists()}
@@ -69,6 +76,75 @@ def read_spec(path: Path) -> mujoco.MjSpec:
             ) from error
         kind = "URDF" if path.suffix == ".urdf" or "URDF" in str(error) else "MJCF"
         raise AssetError(f"{path.name} is no valid {kind} model: {_explained(path, str(error))}") from error
+
+
+def _urdf(path: Path) -> ElementTree.Element | None:
+    """Return the root of a URDF file, ``None`` for others."""
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (ElementTree.ParseError, OSError):
+        return None
+    return root if root.tag == "robot" else None
+
+
+def _read_urdf(path: Path, root: ElementTree.Element) -> mujoco.MjSpec:
+    """Parse a URDF file with the frames of its fixed joints, such as ``tool0``, and with its visual meshes.
+
+    MuJoCo drops both by default; what the file says in ``<mujoco><compiler>`` counts. Visual meshes that MuJoCo cannot
+    read, such as Collada files, are left out; then the collision geometry is drawn.
+    """
+    settings = root.find("mujoco")
+    settings = ElementTree.SubElement(root, "mujoco") if settings is None else settings
+    compiler = settings.find("compiler")
+    compiler = ElementTree.SubElement(settings, "compiler") if compiler is None else compiler
+    for name in ("fusestatic", "discardvisual", "strippath"):
+        compiler.set(name, compiler.get(name, "false"))
+    folder = path.parent / compiler.get("meshdir", "")
+    for mesh in root.iter("mesh"):
+        found = _ros_file(mesh.get("filename", ""), path)
+        if found is not None:
+            mesh.set("filename", str(found))
+    for link in root.iter("link"):
+        for visual in link.findall("visual"):
+            mesh = visual.find("geometry/mesh")
+            file = folder / mesh.get("filename", "") if mesh is not None else None
+            if file is not None and not (file.suffix.lower() in _MESHES and file.is_file()):
+                link.remove(visual)
+        for mesh in link.iter("mesh"):
+            if (name := mesh.get("filename", "")).startswith(_PACKAGE):
+                package = name.removeprefix(_PACKAGE).split("/")[0]
+                raise AssetError(
+                    f"{path.name}: there is no {name}. The ROS package {package!r} is looked for as a folder of that name "
+                    f"that contains {path.name}, or is next to a folder that does; put the meshes there, or write their "
+                    f"paths relative to {path.name}"
+                )
+    try:
+        spec = mujoco.MjSpec.from_string(ElementTree.tostring(root, encoding="unicode"))
+    except (ValueError, OSError) as error:
+        raise AssetError(f"{path.name} is no valid URDF model: {_explained(path, str(error))}") from error
+    spec.modelfiledir = str(path.parent)
+    for body in spec.bodies:
+        colliding = [geom for geom in body.geoms if geom.contype or geom.conaffinity]
+        for geom in colliding if len(colliding) < len(body.geoms) else ():
+            geom.group = _HIDDEN_GROUP  # the visual geometry is drawn
+    return spec
+
+
+def _ros_file(name: str, file: Path) -> Path | None:
+    """Return the path of a mesh that a URDF file names by ROS package or as ``file://``, ``None`` if there is none.
+
+    A package is a folder of its name that contains the file, or that is next to a folder that does.
+    """
+    if name.startswith("file://"):
+        return Path(name.removeprefix("file://"))
+    if not name.startswith(_PACKAGE):
+        return None
+    package, _, inside = name.removeprefix(_PACKAGE).partition("/")
+    for parent in file.resolve().parents:
+        for folder in (parent if parent.name == package else parent / package, parent / "share" / package):
+            if (folder / inside).is_file():
+                return folder / inside
+    return None
 
 
 def read_tool(path: Path) -> mujoco.MjSpec:

@@ -24,6 +24,7 @@ FREE, _BALL = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)
 _TOOL_WORDS = ("tcp", "tool", "pinch", "grasp", "grip", "eef", "end_effector", "ee", "attachment", "flange", "wrist")
 _SHORTEST_ARM = 3  # minimum number of joints of a branch to count as an arm, not as a finger
 ADDED_SITE = "tool_frame"
+_BEHIND_TIPS = 0.01  # metres from the tips of the fingers to the point between them
 ROUNDED = 1e-3  # tolerance of postures beyond a limit, as files round both
 
 
@@ -136,6 +137,8 @@ def read_arm(
     if home is not None:
         data.qpos[:] = home
     _find_axis(model, data, cfg, parts)
+    if parts.site_body is not None and cfg.tool_site is None:
+        parts.site_pos = _between_fingers(model, data, parts)
     return parts
 
 
@@ -363,7 +366,8 @@ def site_frame(model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts) -> t
     """Return position and rotation of the tool in the world of ``data``, and its body."""
     if parts.site_body is not None or parts.site is None:
         body = model.body(parts.site_body or parts.body).id
-        return data.xpos[body].copy(), data.xmat[body].reshape(3, 3).copy(), body
+        rotation = data.xmat[body].reshape(3, 3).copy()
+        return data.xpos[body] + rotation @ np.array(parts.site_pos), rotation, body
     site = model.site(parts.site).id
     return data.site_xpos[site].copy(), data.site_xmat[site].reshape(3, 3).copy(), int(model.site_bodyid[site])
 
@@ -382,6 +386,34 @@ def _find_axis(model: mujoco.MjModel, data: mujoco.MjData, cfg: ArmCfg, parts: A
         away = np.eye(3)["xyz".index(cfg.tool_axis[-1])] * (-1.0 if cfg.tool_axis[0] == "-" else 1.0)
     largest = int(np.argmax(np.abs(away)))
     parts.axis = np.eye(3)[largest] * (1.0 if away[largest] >= 0 else -1.0)
+
+
+def _between_fingers(model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts) -> tuple[float, float, float]:
+    """Return the point between the tips of the fingers, in the frame of the hand; its origin without two fingers."""
+    position, rotation, _ = site_frame(model, data, parts)
+    axis = rotation @ parts.axis
+    tips, middles = [], []
+    for joint in parts.fingers:
+        geoms = [
+            geom
+            for body in below(model, int(model.joint(joint).bodyid[0]))
+            for geom in range(model.body_geomadr[body], model.body_geomadr[body] + model.body_geomnum[body])
+            if model.geom_contype[geom] or model.geom_conaffinity[geom]
+        ]
+        if not geoms:
+            return parts.site_pos
+        ahead = [
+            (data.geom_xpos[geom] - position) @ axis + reach(model, geom, -data.geom_xmat[geom].reshape(3, 3).T @ axis)
+            for geom in geoms
+        ]
+        tips.append(max(ahead))
+        middles.append(data.geom_xpos[geoms].mean(axis=0) - position)
+    if len(tips) < 2 or min(tips) <= _BEHIND_TIPS:
+        return parts.site_pos
+    across = np.mean(middles, axis=0)
+    across -= (across @ axis) * axis
+    x, y, z = (rotation.T @ (across + (min(tips) - _BEHIND_TIPS) * axis)).tolist()
+    return x, y, z
 
 
 def reach(model: mujoco.MjModel, geom: int, up: np.ndarray) -> float:

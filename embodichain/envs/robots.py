@@ -49,6 +49,8 @@ class ArmParts:
     """Site of the tool; ``None`` for a robot without a tool."""
     site_body: str | None = None
     """Body to which the tool site is added, if the model has none."""
+    site_pos: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Position of an added site in the frame of its body: between the fingers, if the config names no tool."""
     axis: np.ndarray = field(default_factory=lambda: np.array([0.0, 0.0, 1.0]))
     """Direction of the tool, in the site's frame."""
     fingers: list[str] = field(default_factory=list)
