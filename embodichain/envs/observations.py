@@ -57,11 +57,6 @@ def instruction_table(cfg: LanguageCfg, choices: Sequence[Mapping[str, str]]) ->
     return encode_instructions(texts, cfg.length).view(len(cfg.phrases), len(choices), cfg.length)
 
 
-def named_choice(instructions: Tensor, table: Tensor) -> Tensor:
-    """Return the choice that each instruction ``[n, length]`` of a table names, int64 ``[n]``: a training label."""
-    return (instructions[:, None, None] == table.to(instructions.device)).all(-1).any(1).to(torch.int64).argmax(1)
-
-
 def decode_instructions(instructions: Tensor) -> list[str]:
     """Return the texts of instructions, uint8 ``[n, length]``."""
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in instructions.cpu().tolist()]

@@ -207,10 +207,10 @@ def test_torque_motors_take_efforts_or_servos(save):
 
 
 def test_joints_without_a_drive_get_servos(save):
-    _, robot, cfg = built(mjcf=save(arm(drives="", more=EQUAL)))
+    model, robot, _ = built(mjcf=save(arm(drives="", more=EQUAL)))
     assert robot.has_servos
-    ((_, found),) = describe(cfg)
-    assert found.arms[0].added_servos == (*(f"j{i}" for i in range(7)), "f1")
+    names = [model.actuator(i).name for i in range(model.nu)]
+    assert names == [*(f"robot/j{i}_servo" for i in range(7)), "robot/f1_servo"]
     assert robot.arms[""].finger_open.tolist() == pytest.approx([0.04, 0.04], abs=2e-3)
 
 

@@ -292,16 +292,15 @@ def describe(run: RunInfo) -> str:
     return f"{result}{success}, {run.step:,} steps"
 
 
-def train_seeds(request: GroupRequest, cfg: RunConfig | None = None, console: Console | None = None) -> int:
+def train_seeds(request: GroupRequest, cfg: RunConfig | None = None) -> int:
     """Train a config with several seeds, or resume that; return the exit code.
 
     ``cfg`` is the config of the request with its flags; by default, it is loaded as one of ``embodichain train``.
     """
-    console = console or MessageConsole()
     cfg = request.load("embodichain train") if cfg is None else cfg
     facts = {"seeds": list(request.seeds)}
     with shown_messages(), GroupFolder.opened("seeds", cfg, facts, request.overrides) as group:
-        runner = Runner(request.jobs, Launcher(request.jobs), console)
+        runner = Runner(request.jobs, Launcher(request.jobs), MessageConsole())
         waiting, problems = list(request.seeds), {}
         names = {group.job(seed, request, 0).name: seed for seed in request.seeds}
 
