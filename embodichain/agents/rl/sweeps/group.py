@@ -255,7 +255,7 @@ class Runner:
 
     def loop(self, step: Callable[[], bool]) -> None:
         """Call ``step`` repeatedly until it returns ``True``; a signal stops the jobs after they save a checkpoint."""
-        with StopSignals(aloud=False) as signals, self.console.status("") as status:
+        with StopSignals(announce=False) as signals, self.console.status("") as status:
             try:
                 while signals.received is None and not step():
                     status.update(self._status())
