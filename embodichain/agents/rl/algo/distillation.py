@@ -249,7 +249,7 @@ class Distillation(MinibatchAlgorithm):
         """Train the student on the teacher's labels for the states of a rollout; return the metrics to log."""
         cfg = self.cfg
         rollout = self._take(rollout, KEYS)
-        self._begin_statistics(rollout)
+        self._initialize_statistics(rollout)
 
         # Labels of the teacher for all states of the rollout
         data = rollout.select("observation")

@@ -82,7 +82,7 @@ class PPO(ClippedAlgorithm):
             if problems:
                 raise ConfigError(problems, "algorithm.cfg")
         super().__init__(cfg, policy)
-        self.policy_begins = cfg.value_warmup
+        self.critic_only_updates = cfg.value_warmup
         self.return_discount = cfg.gamma if cfg.normalize_reward else None
         self.reward_normalizer = RewardNormalizer(cfg.reward_clip, self.device) if cfg.normalize_reward else None
 
