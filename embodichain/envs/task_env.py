@@ -69,11 +69,7 @@ class TaskEnv(VecEnv):
         self._episode_end_callback: Callable[[Tensor], None] | None = None
         self._image_mask: Tensor | None = None
         """Bool ``[num_envs]``: envs that need images in the next observation; ``None`` means all."""
-        noise = lambda ids, size: self._streams.noise(ids, self._step[ids], size)  # noqa: E731
-        errors = channel("observations", self.device)
-        draw = lambda ids: Draw(self._streams, ids, errors, self._step[ids])  # noqa: E731
-        self._observations = ObservationBuilder(cfg.env.observations, self.device, self._images, noise, draw)
-        self._observations.is_fresh = task_class.observes_afresh
+        self._observations = self._make_observations(task_class.observes_afresh)
         self._curricula = self._streams.curricula = Curricula(self.num_envs, self.device, cfg.env.curricula == "final")
         self._events = self._make_events(task_class.object_body)
         self._varied = [name for name in self._events.state() if name in VISUAL]
@@ -100,10 +96,25 @@ class TaskEnv(VecEnv):
         self._curricula.check(self.task.success(self._measurements()) is not None)
         self.observation_space: gym.spaces.Dict = observation_space(self._obs, self._cameras.bounds())
         self._masked = self.device.type != "cpu"
+        """Whether resets are computed for all envs and selected by a mask, which avoids synchronising with a GPU."""
         self._graphed: GraphedStep | None = None
         if self._masked and not self._renders_on_host:
             parts = StepParts(self._act, self._simulate, self._draw_resets, self._conclude)
             self._graphed, self._before = GraphedStep(parts, self._restore_captured), self._packed.copy()
+
+    def _make_observations(self, observes_afresh: bool) -> ObservationBuilder:
+        """Return the builder of observations; noise and sensor errors are functions of episode seed and step only."""
+        errors = channel("observations", self.device)
+
+        def noise(ids: Tensor, size: int) -> Tensor:
+            return self._streams.noise(ids, self._step[ids], size)
+
+        def draw(ids: Tensor) -> Draw:
+            return Draw(self._streams, ids, errors, self._step[ids])
+
+        builder = ObservationBuilder(self.cfg.env.observations, self.device, self._images, noise, draw)
+        builder.is_fresh = observes_afresh
+        return builder
 
     def _make_events(self, object_body: str | None) -> DomainRandomization:
         """Return the events of the config, and register all of its ranges with the curricula."""
@@ -137,7 +148,7 @@ class TaskEnv(VecEnv):
             return
         self._events.add("observations", sensors)
         self._state.events.update(self._events.variables())
-        self._begin_again()
+        self._restart_episodes()
 
     def _add_demonstrations(self, fraction: float) -> None:
         """Start this fraction of the episodes from states of the expert's demonstrations."""
@@ -160,7 +171,7 @@ class TaskEnv(VecEnv):
             )
         starts = DemonstrationStarts(recorded.to(self.device), fraction, self.max_episode_steps)
         self._resets.demonstrations = starts
-        self._begin_again()
+        self._restart_episodes()
 
     def demonstrate(self) -> Demonstrations | None:
         """Return one demonstration of the expert in every env that succeeds; ``None`` if none does."""
@@ -188,8 +199,8 @@ class TaskEnv(VecEnv):
     def _demonstration_steps(self) -> int:
         return min(max(demonstrations.STEPS, self.max_episode_steps), demonstrations.LONGEST)
 
-    def _begin_again(self) -> None:
-        """Start the first episodes again."""
+    def _restart_episodes(self) -> None:
+        """Start the first episodes again, with the same seed."""
         self._streams.seed(self._all, self.seed)
         self._resets.begin(self._all)
         self._scene = None
@@ -298,7 +309,7 @@ class TaskEnv(VecEnv):
         return True
 
     def _report_ends(self, done: Tensor) -> None:
-        """Show the states of done envs, except those that diverged, which MuJoCo has reset already."""
+        """Call the callback for episode ends, without envs that diverged: MuJoCo has reset those already."""
         if self._episode_end_callback is None:
             return
         diverged = self.physics.diverged
@@ -314,6 +325,7 @@ class TaskEnv(VecEnv):
         return obs
 
     def _begin_done(self, done: Tensor, drawn: Drawn | None) -> TensorDict:
+        """Reset and observe the done envs: by their indices on a CPU, by a mask on a GPU."""
         if not self._masked:
             rows = np.flatnonzero(done.numpy())  # faster than ``nonzero`` of a tensor
             if rows.size:
