@@ -307,9 +307,9 @@ def _run_of(path: Path) -> Path:
     """Return the folder of a run, given that folder or one of its checkpoints."""
     if os.path.isdir(path / CHECKPOINTS) or os.path.isfile(path / CONFIG_FILE):
         return path
-    for place in (path, Path(os.path.realpath(path))) if "\0" not in str(path) else ():
-        if place.parent.name == CHECKPOINTS and os.path.isdir(place.parent):
-            return place.parent.parent
+    for candidate in (path, Path(os.path.realpath(path))) if "\0" not in str(path) else ():
+        if candidate.parent.name == CHECKPOINTS and os.path.isdir(candidate.parent):
+            return candidate.parent.parent
     if is_checkpoint(path):
         raise TrainingStateError(f"{path} is not in the folder of a run, which is needed to continue it")
     raise no_checkpoint(path)
