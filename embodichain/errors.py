@@ -179,7 +179,7 @@ _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_allo
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Return whether an exception, not one of this package, tells that memory cannot be allocated."""
+    """Return whether an exception, not one of this package, means that memory cannot be allocated."""
     if isinstance(error, EmbodiChainError) or not isinstance(error, MemoryError | RuntimeError | ValueError):
         return False
     return isinstance(error, MemoryError) or any(part in str(error) for part in _NO_MEMORY)

@@ -204,8 +204,8 @@ class Distillation(MinibatchAlgorithm):
     def __init__(self, cfg: DistillationCfg, policy: Policy) -> None:
         super().__init__(cfg, policy)
         if policy.has_decision or policy.chunk_size > 1:
-            problem = f"expected one action per decision, which is all that tells it; got {type(policy).__name__}"
-            raise ConfigError(f"distill: {problem}", "policy")
+            expected = "expected a policy whose decision is one action, which alone determines its probability"
+            raise ConfigError(f"distill: {expected}; got {type(policy).__name__}", "policy")
         self.teacher: Teacher | None = None
         self.digest = ""
         """Hash of the teacher's weights."""
