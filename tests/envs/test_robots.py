@@ -516,7 +516,7 @@ def test_servos_saturate_alike_wherever_their_torque_is_limited(save, drive, joi
 
 
 def test_robots_check_says_what_it_found(save, capsys, monkeypatch):
-    """The printed config is one that works; a stuck joint and a free base are said."""
+    """The printed config works; a stuck joint and a free base are reported."""
     monkeypatch.setenv("COLUMNS", "200")
     path = save(arm(drives=MOTORS + PULL))
     assert main(["robots", "check", path]) == 0

@@ -1,4 +1,4 @@
-"""The training loop: when things happen, what is kept, how it ends."""
+"""The training loop: schedules, checkpoints, and how it ends."""
 
 from __future__ import annotations
 
