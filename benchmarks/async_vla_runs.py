@@ -93,7 +93,7 @@ class Stages:
     simulation: float
     """Per decision."""
     rest: float
-    """Per rollout: the values of what is seen at the end, and book-keeping."""
+    """Per rollout: the values of the last observations, and book-keeping."""
 
     @staticmethod
     def mean(measured: Iterable[Stages]) -> Stages:

@@ -135,7 +135,7 @@ def demonstrations(scale: Scale) -> tuple[TensorDict, Tensor, Tensor]:
 
 
 def _pictures(scale: Scale, states: Sequence[TensorDictBase]) -> TensorDict:
-    """Return what is seen in all these states; several threads draw."""
+    """Return the observations of all these states, rendered by several threads."""
     workers = scale.num_threads or min(8, cores())
     count = states[0].batch_size[0]
     envs = [make_task(scale, count, max_episode_steps=_EXPERT_STEPS) for _ in range(workers)]

@@ -42,7 +42,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 RECORDS = "gpu_all.json"
 FILES = ("worlds", "gpu_cameras", "gpu_envs", "sim", "learn", "flow_vla", "heads")
 MERGED = {"worlds": ("--device", "cuda"), "learn": (), "heads": ()}
-"""Results that their own benchmark merges, with what it is told besides."""
+"""Results that their own benchmark merges, and the arguments that it needs for that."""
 _GRACE = 20.0
 """Seconds for a command that has to end; its own processes have less."""
 _PAUSE, _COPY_EVERY = 0.2, 5.0

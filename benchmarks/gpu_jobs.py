@@ -1,4 +1,4 @@
-"""What ``gpu_all`` measures: commands, about how long they take, what they need, and how to tell what is done.
+"""What ``gpu_all`` measures: commands, about how long they take, what they need, and how to find out what is done.
 
 The order is that of importance, except that what needs all cores comes first, before anything is under way. Times are
 those of an H200 with 16 cores, from earlier runs.

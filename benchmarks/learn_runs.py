@@ -84,7 +84,7 @@ def _start(job: Job, slot: int, folder: Path, cores: list[int], threads: int, st
 
 
 def _outcome(run: _Running, settings: str, finished: bool, cores: int, beside: int) -> Outcome | None:
-    """Return the evaluations of a run that ended, or was stopped; ``None`` if it failed, which is told."""
+    """Return the evaluations of a run that ended, or was stopped; ``None`` if it failed, which is printed."""
     job, measure = run.job, TASKS[run.job.task].measure
     lines = [line for line in read_metrics(run.folder / "run" / "metrics.jsonl") if measure in line]
     if not finished and run.process.returncode >= 0 and run.process.returncode != INTERRUPTED:

@@ -85,7 +85,7 @@ class Contest:
     window: float = 1.0
     """Seconds of a window; two calls at least."""
     units: float | None = None
-    """Environment steps of a call; without, times are told in place of rates."""
+    """Environment steps of a call; without them, times are reported instead of rates."""
 
 
 def installed() -> list[str]:

@@ -132,7 +132,7 @@ def _rate(run: Path) -> float:
 
 @contextmanager
 def _workers(count: int) -> Iterator[list[Connection]]:
-    """Start processes that train when they are told to."""
+    """Start processes that train on command."""
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []

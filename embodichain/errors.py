@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 _T = TypeVar("_T")
-_SHOWN = 100
+_MAX_PROBLEMS = 100
+_MAX_SUGGESTIONS = 3
 
 
 class EmbodiChainError(Exception):
@@ -23,8 +24,8 @@ class ConfigError(EmbodiChainError, ValueError):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         self.source = source
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
-        rest = len(self.problems) - _SHOWN
-        shown = [f"  - {problem}" for problem in self.problems[:_SHOWN]]
+        rest = len(self.problems) - _MAX_PROBLEMS
+        shown = [f"  - {problem}" for problem in self.problems[:_MAX_PROBLEMS]]
         super().__init__("\n".join([f"{source}: {count}", *shown, *([f"  ... and {rest} more"] if rest > 0 else [])]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str], str]]:
@@ -178,7 +179,7 @@ _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_allo
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Return whether an exception, not one of this package, tells that memory cannot be allocated."""
+    """Return whether an exception, not one of this package, means that memory cannot be allocated."""
     if isinstance(error, EmbodiChainError) or not isinstance(error, MemoryError | RuntimeError | ValueError):
         return False
     return isinstance(error, MemoryError) or any(part in str(error) for part in _NO_MEMORY)
@@ -196,24 +197,24 @@ def fits_memory(key: str, what: str, source: str = "configuration") -> Iterator[
         raise ConfigError(problem, source) from error
 
 
-def _similar(name: str, known: Sequence[str], count: int) -> list[str]:
+def _similar(name: str, known: Sequence[str]) -> list[str]:
     """Return the most similar names: nearly equal ones, then those of which one begins with the other, then others."""
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=_MAX_SUGGESTIONS, cutoff=0.5)
     begun = [other for other in known if min(len(name), len(other)) > 2 and _begins(name.lower(), other.lower())]
     if not begun:
         return close
     equal = [other for other in close if difflib.SequenceMatcher(None, other, name).ratio() >= 0.75]
-    return list(dict.fromkeys([*equal, *begun]))[:count]
+    return list(dict.fromkeys([*equal, *begun]))[:_MAX_SUGGESTIONS]
 
 
 def _begins(one: str, other: str) -> bool:
     return one.startswith(other) or other.startswith(one)
 
 
-def nearest(name: str, options: Iterable[str], count: int = 3, first: Sequence[str] = ()) -> str:
+def nearest(name: str, options: Iterable[str], first: Sequence[str] = ()) -> str:
     """Return `` Did you mean ...? Valid: ...`` for an unknown name; ``first`` lists preferred suggestions."""
     known = sorted(set(options))
-    close = list(dict.fromkeys([*first, *_similar(name, known, count)]))
+    close = list(dict.fromkeys([*first, *_similar(name, known)]))
     hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
     return f"{hint} Valid: {', '.join(known) if known else '(none)'}."
 

@@ -65,7 +65,7 @@ def _errors_in_one_line() -> Iterator[None]:
         raise ConfigError(plain_text(output.getvalue()), "command line") from None
 
 
-def trusted_words(argv: Sequence[str]) -> list[str]:
+def trusted_modules_in(argv: Sequence[str]) -> list[str]:
     """Return the values of ``--trust`` on a command line that is not parsed otherwise."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--trust", action="append", default=[])

@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     empty = [path for path in args.runs if path.exists() and not find_runs(path)]
     if 0 < len(empty) < len(args.runs):  # runs/* may match a report, or seeds that were stopped before the first began
-        told = f"left out, as there is no run in it: {', '.join(map(str, empty))}"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        message = f"left out, as there is no run in it: {', '.join(map(str, empty))}"
+        console.print(message, markup=False, highlight=False, soft_wrap=True)
     runs = [path for path in args.runs if path not in empty] or args.runs
     file = write_report(runs, out, args.videos, args.title)
     size = file.stat().st_size / 2**20

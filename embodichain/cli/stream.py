@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from embodichain.cli.options import Trust, loading, parse_known_options, trusted_words
+from embodichain.cli.options import Trust, loading, parse_known_options, trusted_modules_in
 from embodichain.config import load_config, parse_overrides
 from embodichain.config.command_line import Schemas, positional_first
 from embodichain.config.files import find_config, find_shipped
@@ -167,7 +167,7 @@ def parse_command(command: type[Args], prog: str, argv: Sequence[str]) -> tuple[
         check_trusted(loaded.trusted_modules, trusted, str(args.config))
         return args, cfg.replace(trusted_modules=list(locate_trusted(trusted, config_folders(args.config))))
     given = [word for word in words[:1] if not word.startswith("-")]
-    import_trusted(trusted_words(words), config_folders(*given))
+    import_trusted(trusted_modules_in(words), config_folders(*given))
     cfg = load_stream_config(given[0]) if given else OnlineDataEngineCfg()
     where = f"as {given[0]} has them" if given else "and their defaults, which CONFIG changes"
     parse_overrides(cfg, ["--help"], f"{prog} CONFIG", f"The settings of the engine, {where}.", schemas)

@@ -316,15 +316,17 @@ def describe(cls: type[Any], error: pydantic.ValidationError) -> list[str]:
     got: dict[str, str] = {}
     listed: set[str] = set()
     entries = error.errors(include_url=False)
-    places = [_locate(cls, entry["loc"], entry["type"]) for entry in entries]
-    for entry, (path, owner, declared) in zip(entries, places, strict=True):
+    locations = [_locate(cls, entry["loc"], entry["type"]) for entry in entries]
+    for entry, (path, owner, declared) in zip(entries, locations, strict=True):
         kind, cause = entry["type"], entry.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):
             for problem in cause.problems:
                 expected.setdefault(f"{path}.{problem}" if path else problem, [])
             continue
         depends = kind in ("literal_error", "too_short") or kind.endswith("_type")
-        if depends and any(other.startswith(f"{path}.") for other, _, _ in places):  # the cause is the problem inside
+        if depends and any(
+            other.startswith(f"{path}.") for other, _, _ in locations
+        ):  # the cause is the problem inside
             continue
         wanted, given = _explain(entry, owner, declared)
         if kind in _UNKNOWN:  # list the valid names once per block

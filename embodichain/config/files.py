@@ -132,13 +132,13 @@ def find_config(name: str, folder: Path) -> Path:
     path is used as it is."""
     given, beside = Path(name), folder / Path(name).name
     relative = (folder / name, Path.cwd() / name, find_shipped(given), beside)
-    places = dict.fromkeys((given,) if given.is_absolute() else relative)
-    for file in places:
+    candidates = dict.fromkeys((given,) if given.is_absolute() else relative)
+    for file in candidates:
         if file.is_file():
             if file == beside and beside != folder / name:
                 _LOG.warning("%s: no such file, taking %s", name, file.absolute())
             return file
-    looked = dict.fromkeys(str(file.absolute()) for file in places)
+    looked = dict.fromkeys(str(file.absolute()) for file in candidates)
     raise ConfigError(f"no such file (looked for {', '.join(looked)})", name)
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from embodichain.config import Config, Positive, configclass, load_config, merge
 from embodichain.config.files import find_config, find_shipped
 from embodichain.envs.vec_env import Action, ActionManager, EnvIds, HasExpert, MarksSegments, StepResult, VecEnv
-from embodichain.envs.wrappers import GroupedEnv
+from embodichain.envs.wrappers import EnvWrapper, GroupedEnv
 from embodichain.errors import ConfigError, EnvContractError
 
 MULTI_TASK = "MultiTask"
@@ -230,14 +230,13 @@ def _as_dict(groups: Mapping[str, Any]) -> gym.spaces.Dict:
     return gym.spaces.Dict({k: _as_dict(v) if isinstance(v, Mapping) else v for k, v in groups.items()})
 
 
-class TaskView(VecEnv):
+class TaskView(EnvWrapper):
     """Converts one environment to the common spaces."""
 
     def __init__(self, env: VecEnv, task: TaskEntry, agreement: Agreement) -> None:
-        self.env, self.task, self._agreement = env, task, agreement
-        self.num_envs, self.device, self.max_episode_steps = env.num_envs, env.device, env.max_episode_steps
+        super().__init__(env)
+        self.task, self._agreement, self.max_episode_steps = task, agreement, env.max_episode_steps
         self.observation_space, self.action_space = agreement.observation_space, agreement.action_space
-        self.supports_state = env.supports_state
         self.has_expert = isinstance(env, HasExpert) and env.has_expert
         action_type = env.action_manager.action_type
         self.action_manager = ActionManager(action_type, self.action_space, self.num_envs, self.device)
@@ -301,25 +300,8 @@ class TaskView(VecEnv):
         missing = self.action_manager.action_dim - action.shape[1] if self._is_vector else 0
         return F.pad(action, (0, missing)) if missing else action
 
-    def get_state(self) -> TensorDict:
-        return self.env.get_state()
-
     def set_state(self, state: TensorDictBase, env_ids: EnvIds = None) -> TensorDict:
         return self.view(self.env.set_state(state, env_ids))
-
-    def render(
-        self, env_ids: EnvIds = None, camera: str | None = None, size: tuple[int, int] = (240, 320)
-    ) -> np.ndarray:
-        return self.env.render(env_ids, camera, size)
-
-    def on_episode_end(self, callback: Callable[[Tensor], None] | None) -> bool:
-        return self.env.on_episode_end(callback)
-
-    def prepare(self) -> None:
-        self.env.prepare()
-
-    def close(self) -> None:
-        self.env.close()
 
 
 class MultiTaskEnv(GroupedEnv):

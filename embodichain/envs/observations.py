@@ -57,11 +57,6 @@ def instruction_table(cfg: LanguageCfg, choices: Sequence[Mapping[str, str]]) ->
     return encode_instructions(texts, cfg.length).view(len(cfg.phrases), len(choices), cfg.length)
 
 
-def named_choice(instructions: Tensor, table: Tensor) -> Tensor:
-    """Return the choice that each instruction ``[n, length]`` of a table names, int64 ``[n]``: a training label."""
-    return (instructions[:, None, None] == table.to(instructions.device)).all(-1).any(1).to(torch.int64).argmax(1)
-
-
 def decode_instructions(instructions: Tensor) -> list[str]:
     """Return the texts of instructions, uint8 ``[n, length]``."""
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in instructions.cpu().tolist()]
@@ -205,8 +200,8 @@ class ObservationBuilder:
         if not self._sizes:
             return []
         if self._order is None or self._order.numel() != packed.numel():
-            places = torch.arange(packed.numel(), device=packed.device).view_as(packed)
-            self._order = torch.cat([part.flatten() for part in places.split(self._sizes, dim=1)])
+            indices = torch.arange(packed.numel(), device=packed.device).view_as(packed)
+            self._order = torch.cat([part.flatten() for part in indices.split(self._sizes, dim=1)])
         parts = packed.flatten().index_select(0, self._order).split([count * size for size in self._sizes])
         return [part.view(count, size) for part, size in zip(parts, self._sizes, strict=True)]
 
@@ -257,8 +252,8 @@ class Sensors(EventTerm):
         self._step, self._biased, self._late = step, biased, late
         for path, (_, column) in biased.items():
             self.variables[f"bias/{path}"] = world.zeros(column.stop - column.start)
-        for path, ((_, most), place) in late.items():
-            like = example.vectors[:, place] if isinstance(place, slice) else example.others[place]
+        for path, ((_, most), index) in late.items():
+            like = example.vectors[:, index] if isinstance(index, slice) else example.others[index]
             self.variables[f"delay/{path}"] = world.zeros(dtype=torch.int64)
             self.variables[f"past/{path}"] = like.unsqueeze(1).repeat(1, most + 1, *[1] * (like.dim() - 1))
 
@@ -273,11 +268,11 @@ class Sensors(EventTerm):
         vectors, others = now.vectors, list(now.others)
         for path, (_, column) in self._biased.items():
             vectors[:, column] += self.variables[f"bias/{path}"][env_ids]
-        for path, (_, place) in self._late.items():
-            if isinstance(place, slice):
-                vectors[:, place] = self._delayed(path, vectors[:, place], env_ids)
+        for path, (_, index) in self._late.items():
+            if isinstance(index, slice):
+                vectors[:, index] = self._delayed(path, vectors[:, index], env_ids)
             else:
-                others[place] = self._delayed(path, others[place], env_ids)
+                others[index] = self._delayed(path, others[index], env_ids)
         return PackedObservation(vectors, tuple(others))
 
     def _delayed(self, path: str, measured: Tensor, env_ids: Tensor) -> Tensor:

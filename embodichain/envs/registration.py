@@ -331,42 +331,55 @@ def _make_fitting(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool 
 def _make(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecEnv:
     """Build the environment of a complete config."""
     if cfg.id == MULTI_TASK:
-        common: dict[str, Any] = {"device": cfg.device, "num_threads": cfg.num_threads}
-        common |= {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
-        if cfg.env.events.demonstration_starts:
-            problem = "expected in the env.events of each task of kwargs.tasks that is to have it"
-            raise ConfigError(f"env.events.demonstration_starts: {problem}; leave it out here", cfg.id)
-        given = _given_of_env(cfg, EnvCfg())
-        if given:
-            problem = "expected in the env of each task of kwargs.tasks that is to have it; leave it out here"
-            raise ConfigError([f"env.{name}: {problem}" for name in given], cfg.id)
-        common |= {"seed": cfg.seed, "env": {"curricula": cfg.env.curricula}}
-        if to_watch:
-            common["env"]["events"] = {"demonstration_starts": None}
-        return make_multi_task(
-            cfg.kwargs,
-            cfg.num_envs,
-            lambda one: _make_fitting(load_gym_config(one, **common), trusted_modules, to_watch),
-        )
+        return _make_several_tasks(cfg, trusted_modules, to_watch)
     if is_simulated_here(cfg):
-        task = _TASKS[cfg.id].task
-        with _naming_meshes(cfg):
-            differs = cfg.robot != task.default_cfg().robot or not is_ours(cfg.robot)
-            if differs and cfg.id not in MUJOCO_SUITE:  # whose tasks refuse robots
-                from embodichain.envs.task_starts import with_start  # slow to import, and for other robots only
-
-                cfg = with_start(cfg, task)
-            model = task.build_model(cfg)
-        if cfg.device == "cpu":
-            physics = MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads, task.outputs)
-            return publish_if_asked(TaskEnv(cfg, task, physics))
-        from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # optional dependency
-
-        rows = spare_rows(cfg.env.events, model)
-        on_device = MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs, rows)
-        return publish_if_asked(TaskEnv(cfg, task, on_device))
+        return publish_if_asked(_make_simulated(cfg))
     if unknown := unknown_id(cfg.id):
         raise UnknownNameError(unknown)
+    return _make_in_gymnasium(cfg, trusted_modules)
+
+
+def _make_several_tasks(cfg: GymCfg, trusted_modules: Collection[str], to_watch: bool) -> VecEnv:
+    """Build the environments of several tasks, which share device, threads, time limit, seed and curricula."""
+    common: dict[str, Any] = {"device": cfg.device, "num_threads": cfg.num_threads}
+    common |= {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
+    if cfg.env.events.demonstration_starts:
+        problem = "expected in the env.events of each task of kwargs.tasks that is to have it"
+        raise ConfigError(f"env.events.demonstration_starts: {problem}; leave it out here", cfg.id)
+    given = _given_of_env(cfg, EnvCfg())
+    if given:
+        problem = "expected in the env of each task of kwargs.tasks that is to have it; leave it out here"
+        raise ConfigError([f"env.{name}: {problem}" for name in given], cfg.id)
+    common |= {"seed": cfg.seed, "env": {"curricula": cfg.env.curricula}}
+    if to_watch:
+        common["env"]["events"] = {"demonstration_starts": None}
+    return make_multi_task(
+        cfg.kwargs,
+        cfg.num_envs,
+        lambda one: _make_fitting(load_gym_config(one, **common), trusted_modules, to_watch),
+    )
+
+
+def _make_simulated(cfg: GymCfg) -> TaskEnv:
+    """Build a task of this package on its physics backend."""
+    task = _TASKS[cfg.id].task
+    with _naming_meshes(cfg):
+        differs = cfg.robot != task.default_cfg().robot or not is_ours(cfg.robot)
+        if differs and cfg.id not in MUJOCO_SUITE:  # whose tasks refuse robots
+            from embodichain.envs.task_starts import with_start  # slow to import, and for other robots only
+
+            cfg = with_start(cfg, task)
+        model = task.build_model(cfg)
+    if cfg.device == "cpu":
+        return TaskEnv(cfg, task, MujocoCpuPhysics(model, cfg.num_envs, cfg.num_threads, task.outputs))
+    from embodichain.envs.physics.mujoco_warp import MujocoWarpPhysics  # optional dependency
+
+    rows = spare_rows(cfg.env.events, model)
+    return TaskEnv(cfg, task, MujocoWarpPhysics(model, cfg.num_envs, cfg.device, task.outputs, rows))
+
+
+def _make_in_gymnasium(cfg: GymCfg, trusted_modules: Collection[str]) -> VecEnv:
+    """Build a Gymnasium environment; ``ConfigError`` for settings that only tasks simulated here have."""
     default = _TASKS[cfg.id].task.default_cfg() if cfg.id in _TASKS else GymCfg(cfg.id)
     given = [f"env.{name}" for name in _given_of_env(cfg, default.env)]
     given += ["robot"] if cfg.robot != default.robot else []

@@ -83,7 +83,6 @@ class _Adaptation:
         self.spec = read_spec(file)
         self.locked: list[str] = []
         self.dropped: list[str] = []
-        self.added: list[str] = []
         self.our_fingers: dict[str, tuple[str, ...]] = {}  # fingers of our tools, by arm
 
     def run(self) -> tuple[mujoco.MjSpec, RobotSpec]:
@@ -399,23 +398,21 @@ class _Adaptation:
                 self._limit(model, name, *cfg.limits[name])
         inertia = _inertia(model, parts)
         bounds = dict(zip(parts.joints, zip(parts.lower, parts.upper, strict=True), strict=True))
-        wanted = []
+        adds_servos = False
         for name in parts.joints:
             joint = model.joint(name).id
             bare = not actuators_of(model, joint)
             if bare if cfg.servos is None else cfg.servos and servo_of(model, joint) is None:
-                wanted.append(name)
+                adds_servos = True
                 self._add_servo(model, name, inertia[joint], bounds[name], cfg)
-        fingers = _undriven_fingers(model, parts)
-        for name in fingers:
+        for name in _undriven_fingers(model, parts):
             joint = model.joint(name).id
             if name not in cfg.limits and not model.jnt_limited[joint]:
                 raise ConfigError(f"{self.key}.limits: the finger {name!r} has no limits; give it some here")
             ends = cfg.limits.get(name, tuple(model.jnt_range[joint].tolist()))
             self._add_servo(model, name, inertia[joint], ends, cfg, is_finger=True)
-        self.added += wanted + fingers
-        servos = wanted or all(servo_of(model, model.joint(name).id) is not None for name in parts.joints)
-        weightless = bool(servos) if cfg.gravity_compensation is None else cfg.gravity_compensation
+        has_servos = adds_servos or all(servo_of(model, model.joint(name).id) is not None for name in parts.joints)
+        weightless = has_servos if cfg.gravity_compensation is None else cfg.gravity_compensation
         if weightless or cfg.gravity_compensation is False:
             for body in below(model, int(model.joint(parts.joints[0]).bodyid[0])):
                 self.spec.body(model.body(body).name).gravcomp = 1.0 if weightless else 0.0
@@ -510,8 +507,7 @@ class _Adaptation:
             if self.ours or self.cfg.walks
             else tuple(map(tuple, _point_down(model, parts, cfg, grip).tolist()))
         )
-        added = tuple(joint for joint in self.added if joint in (*parts.joints, *parts.fingers))
-        return ArmSpec(name, parts, grip, down, added, plain)
+        return ArmSpec(name, parts, grip, down, plain)
 
 
 def _name_parts(spec: mujoco.MjSpec) -> None:

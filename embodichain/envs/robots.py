@@ -92,7 +92,6 @@ class ArmSpec:
     grip: Grip | None
     down: tuple[tuple[float, ...], ...]
     """Orientation of the tool when it points straight down."""
-    added_servos: tuple[str, ...]
     plain_opening: bool
     """Whether the finger positions sum to the distance between the fingers."""
 

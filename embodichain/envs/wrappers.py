@@ -86,34 +86,15 @@ class DefersResets(Protocol):
         """Reset the envs where ``done`` is true; return the observation and the episode seeds of all envs."""
 
 
-class ChunkedEnv(VecEnv):
-    """An environment whose actions are chunks ``[num_envs, chunk_size, action_dim]``."""
+class EnvWrapper(VecEnv):
+    """Base class of wrappers around one environment, to which everything but ``step`` is forwarded."""
 
-    def __init__(self, env: VecEnv, chunk_size: int) -> None:
-        if not isinstance(env.action_space, gym.spaces.Box) or len(env.action_space.shape) != 1:
-            raise ChunkSizeError(f"chunks are made of actions [action_dim], got the action space {env.action_space}")
-        limit = env.max_episode_steps
-        if chunk_size < 1 or (limit is not None and chunk_size > limit):
-            longest = "inf" if limit is None else limit
-            raise ChunkSizeError(
-                f"chunk_size must lie in [1, {longest}], the longest episode there is, got {chunk_size}"
-            )
-        self.env, self.chunk_size = env, chunk_size
-        self.num_envs, self.device = env.num_envs, env.device
-        self.max_episode_steps = None if limit is None else -(-limit // chunk_size)
-        self.observation_space = env.observation_space
-        low, high = (np.tile(bound, (chunk_size, 1)) for bound in (env.action_space.low, env.action_space.high))
-        self.action_space = gym.spaces.Box(low, high, dtype=np.float32)
-        self.action_manager = env.action_manager
-        self._chunks = ActionManager(env.action_manager.action_type, self.action_space, env.num_envs, env.device)
-        self.supports_state = env.supports_state
+    def __init__(self, env: VecEnv) -> None:
+        self.env = env
+        self.num_envs, self.device, self.supports_state = env.num_envs, env.device, env.supports_state
 
     def reset(self, seed: int | Tensor | None = None, env_ids: EnvIds = None) -> tuple[TensorDict, dict[str, Any]]:
         return self.env.reset(seed, env_ids)
-
-    def step(self, action: Action) -> StepResult:
-        actions = self._chunks.unwrap(action)  # validates all actions before the first step
-        return step_deferred(self.env, actions) if isinstance(self.env, DefersResets) else step_each(self.env, actions)
 
     def get_state(self) -> TensorDict:
         return self.env.get_state()
@@ -134,6 +115,32 @@ class ChunkedEnv(VecEnv):
 
     def close(self) -> None:
         self.env.close()
+
+
+class ChunkedEnv(EnvWrapper):
+    """An environment whose actions are chunks ``[num_envs, chunk_size, action_dim]``."""
+
+    def __init__(self, env: VecEnv, chunk_size: int) -> None:
+        if not isinstance(env.action_space, gym.spaces.Box) or len(env.action_space.shape) != 1:
+            raise ChunkSizeError(f"chunks are made of actions [action_dim], got the action space {env.action_space}")
+        limit = env.max_episode_steps
+        if chunk_size < 1 or (limit is not None and chunk_size > limit):
+            longest = "inf" if limit is None else limit
+            raise ChunkSizeError(
+                f"chunk_size must lie in [1, {longest}], the longest episode there is, got {chunk_size}"
+            )
+        super().__init__(env)
+        self.chunk_size = chunk_size
+        self.max_episode_steps = None if limit is None else -(-limit // chunk_size)
+        self.observation_space = env.observation_space
+        low, high = (np.tile(bound, (chunk_size, 1)) for bound in (env.action_space.low, env.action_space.high))
+        self.action_space = gym.spaces.Box(low, high, dtype=np.float32)
+        self.action_manager = env.action_manager
+        self._chunks = ActionManager(env.action_manager.action_type, self.action_space, env.num_envs, env.device)
+
+    def step(self, action: Action) -> StepResult:
+        actions = self._chunks.unwrap(action)  # validates all actions before the first step
+        return step_deferred(self.env, actions) if isinstance(self.env, DefersResets) else step_each(self.env, actions)
 
 
 def step_deferred(env: DefersResets, actions: Tensor) -> StepResult:

@@ -223,8 +223,8 @@ class Person:
         """Set the target to the pose of the dragged gizmo."""
         if self._gizmo is None or self._panel is None or not self._active:
             return
-        place = (*self._gizmo.position, *self._gizmo.wxyz)
-        if self._shown is not None and np.allclose(place, self._shown, atol=1e-6):
+        pose = (*self._gizmo.position, *self._gizmo.wxyz)
+        if self._shown is not None and np.allclose(pose, self._shown, atol=1e-6):
             return
         rotation = np.empty(9)
         mujoco.mju_quat2Mat(rotation, np.asarray(self._gizmo.wxyz, np.float64))
@@ -233,7 +233,7 @@ class Person:
             torch.from_numpy(position).float(),
             torch.from_numpy(rotation.reshape(3, 3)).float(),
         )
-        self._shown = place
+        self._shown = pose
 
     def _show_gizmo(self) -> None:
         """Move the gizmo to the target, unless it is there already."""
@@ -243,10 +243,10 @@ class Person:
         quaternion = np.empty(4)
         mujoco.mju_mat2Quat(quaternion, rotation.numpy().astype(np.float64).reshape(9))
         shifted = position.numpy() + self._panel.offset(self._watched())
-        place = (*shifted.tolist(), *quaternion.tolist())
-        if self._shown is None or not np.allclose(place, self._shown, atol=1e-6):
+        pose = (*shifted.tolist(), *quaternion.tolist())
+        if self._shown is None or not np.allclose(pose, self._shown, atol=1e-6):
             self._gizmo.position, self._gizmo.wxyz = tuple(shifted), tuple(quaternion)
-            self._shown = place
+            self._shown = pose
 
 
 def _movable(env: VecEnv) -> RobotActionManager | None:

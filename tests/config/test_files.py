@@ -1,4 +1,4 @@
-"""Config files: both formats mean the same, and everything that is wrong with a file is said."""
+"""Config files: both formats mean the same, and all problems of a file are reported."""
 
 from __future__ import annotations
 

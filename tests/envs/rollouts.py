@@ -44,7 +44,7 @@ def flat(obs: TensorDict) -> dict[str, Tensor]:
 
 
 def record(env: VecEnv, actions: Tensor) -> list[dict[str, Tensor]]:
-    """Return everything each step said, by name."""
+    """Return everything that each step returned, by name."""
     trace = []
     for action in actions:
         obs, reward, terminated, truncated, info = env.step(action)

@@ -1,4 +1,4 @@
-"""Batched physics on the CPU: bit for bit what ``mj_step`` does on an ``MjData`` of one's own."""
+"""Batched physics on the CPU: bit for bit what ``mj_step`` does on a single ``MjData``."""
 
 import os
 

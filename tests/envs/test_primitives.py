@@ -31,7 +31,7 @@ EYE = torch.eye(3)[None]
 
 
 def tool_at(pos: torch.Tensor) -> Tool:
-    """A tool that goes where it is told: the primitives need no arm to decide that."""
+    """A tool that moves exactly as commanded: the primitives need no arm to decide that."""
     return Tool(None, pos, pos, EYE.expand(pos.shape[0], 3, 3), EYE)  # type: ignore[arg-type]
 
 

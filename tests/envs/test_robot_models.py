@@ -119,7 +119,7 @@ def test_forward_and_inverse_kinematics(robot):
 
 @pytest.mark.parametrize("term", TERMS)
 def test_the_tool_moves_as_an_action_says(robot, term):
-    """Each arm of each robot rises when told to, and the gripper closes, in MuJoCo's own simulation."""
+    """Each arm of each robot rises on command, and the gripper closes, in MuJoCo's own simulation."""
     _, model, found, _ = robot
     terms = RobotActionManager(ActionsCfg(**{term: TERMS[term]}), found, 1, "cpu")
     data = place(model, found)

@@ -207,10 +207,10 @@ def test_torque_motors_take_efforts_or_servos(save):
 
 
 def test_joints_without_a_drive_get_servos(save):
-    _, robot, cfg = built(mjcf=save(arm(drives="", more=EQUAL)))
+    model, robot, _ = built(mjcf=save(arm(drives="", more=EQUAL)))
     assert robot.has_servos
-    ((_, found),) = describe(cfg)
-    assert found.arms[0].added_servos == (*(f"j{i}" for i in range(7)), "f1")
+    names = [model.actuator(i).name for i in range(model.nu)]
+    assert names == [*(f"robot/j{i}_servo" for i in range(7)), "robot/f1_servo"]
     assert robot.arms[""].finger_open.tolist() == pytest.approx([0.04, 0.04], abs=2e-3)
 
 
@@ -516,7 +516,7 @@ def test_servos_saturate_alike_wherever_their_torque_is_limited(save, drive, joi
 
 
 def test_robots_check_says_what_it_found(save, capsys, monkeypatch):
-    """The printed config is one that works; a stuck joint and a free base are said."""
+    """The printed config works; a stuck joint and a free base are reported."""
     monkeypatch.setenv("COLUMNS", "200")
     path = save(arm(drives=MOTORS + PULL))
     assert main(["robots", "check", path]) == 0

@@ -138,7 +138,7 @@ def report_to_every_process(tmp_path: Path) -> None:
         loader = DataLoader(OnlineDataset(engine, 4, batch_size=8), batch_size=None, num_workers=1)
         with pytest.raises(WorkerError, match=r"(?s)In the worker:.*ZeroDivisionError: the simulation broke"):
             list(loader)
-        assert ours.poll(100)  # the engine was not stopped yet: it was told, too
+        assert ours.poll(100)  # the engine was not stopped yet: the other process was informed, too
         words, cause = ours.recv()
         assert "stream_envs.py" in words
         assert "worker 0 raised ZeroDivisionError" in words

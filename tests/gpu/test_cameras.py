@@ -1,4 +1,4 @@
-"""Pictures on a GPU: things are seen where the laws of perspective put them."""
+"""Images rendered on a GPU: things appear where the laws of perspective put them."""
 
 from __future__ import annotations
 

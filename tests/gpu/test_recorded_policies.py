@@ -111,7 +111,7 @@ def test_replayed_decisions_are_the_same(
 
 
 class OwnWay(ActorCritic):
-    """Draws from torch's own generator, whatever it is told."""
+    """Draws from torch's default generator, whichever one it is given."""
 
     def choose(self, obs: Any) -> Any:
         action, log_prob = super().choose(obs)

@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster that fail in every other way than with their node: counted, told, and replaced."""
+"""Workers of a Ray cluster that fail in any other way than with their node: counted, reported and replaced."""
 
 from __future__ import annotations
 

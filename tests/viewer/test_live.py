@@ -93,7 +93,7 @@ def test_a_training_that_was_watched_twenty_times_ends_with_the_same_bits(tmp_pa
             wait(lambda: not watched(states), f"the viewer to let go, the {number}. time")
             sizes.append(size_of(job.pid))
         assert not failed
-        train_on(states)  # what was copied when it was told that nobody watches is there
+        train_on(states)  # it writes what it copied before it learnt that nobody watches
         quiet = states.sequence
         train_on(states, steps=100)
         assert states.sequence == quiet, "states are copied while nobody watches"

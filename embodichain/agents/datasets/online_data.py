@@ -209,7 +209,9 @@ class OnlineDataset(IterableDataset[TensorDictBase]):
             return chunk if self.segment_weights is None else chunk.weighted(self.segment_weights)
         fps = self.engine.fps if self.fps is None else self.fps
         if fps is None:
-            raise ConfigError("fps: the environment does not tell the time of a step; give fps=", "delta_timestamps")
+            raise ConfigError(
+                "fps: the environment does not report the duration of a step; give fps=", "delta_timestamps"
+            )
         frames = Offsets.of_timestamps(self.delta_timestamps or {}, fps)
         return frames if self.segment_weights is None else frames.weighted(self.segment_weights)
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from rich.console import Console
@@ -175,7 +175,7 @@ class OnlineDataEngine:
             reader.count(batch_size, 0, rows)
             return batch
         except EngineStateError as error:
-            raise self._cause(error) from self._cause(error).__cause__
+            self._raise_cause(error)
 
     def sample_frames(self, batch_size: int, offsets: Offsets, *, generator: Generator | None = None) -> TensorDict:
         """Sample ``batch_size`` frames, each with the frames at the given offsets: a TensorDict ``[batch_size]``.
@@ -187,7 +187,7 @@ class OnlineDataEngine:
         try:
             batch = self._sampling().sample_frames(batch_size, offsets, generator)
         except EngineStateError as error:
-            raise self._cause(error) from self._cause(error).__cause__
+            self._raise_cause(error)
         mirrored = self._mirror is not None and os.getpid() == self._creator
         return batch.to(self.device) if mirrored else batch
 
@@ -196,11 +196,13 @@ class OnlineDataEngine:
         try:
             self._sampling().check_chunk_size(chunk_size)
         except EngineStateError as error:
-            raise self._cause(error) from self._cause(error).__cause__
+            self._raise_cause(error)
 
-    def _cause(self, stopped: EngineStateError) -> Exception:
-        """Return the error that stopped the engine if this process knows it, else ``stopped``."""
-        return stopped if self._supervisor is None or self._supervisor.error is None else self._supervisor.error
+    def _raise_cause(self, stopped: EngineStateError) -> NoReturn:
+        """Raise the error that stopped the engine if this process knows it, else ``stopped``."""
+        known = None if self._supervisor is None else self._supervisor.error
+        cause = stopped if known is None else known
+        raise cause from cause.__cause__
 
     def episode_info(self, row: int) -> EpisodeInfo:
         """Return the metadata of the episode in a row of the buffer."""

@@ -23,9 +23,9 @@ from embodichain.agents.rl.run_config import (
     RunSettings,
     Steps,
     attempt,
+    initial_policy_block,
     joined_errors,
     known_environment,
-    policy_to_begin_from,
 )
 from embodichain.config import Config, Count, Positive, configclass, load_config, merge, parse_overrides
 from embodichain.config.files import find_beside, find_shipped
@@ -154,7 +154,7 @@ def load_imitate_config(
     else:
         import_trusted(trusted_modules, config_folders())
         data, file = config_of_environment(str(path))
-        data["policy"] = policy_to_begin_from(init_from, data["policy"])
+        data["policy"] = initial_policy_block(init_from, data["policy"])
     if "source" not in data and {"collector", "buffer_size"} & set(data.get("trainer", {})):
         problem = f"it has no source to imitate, and looks like one of another command: embodichain train {path}"
         raise ConfigError(problem, str(file))

@@ -35,8 +35,8 @@ from embodichain.agents.rl.models.policy import Policy
 from embodichain.agents.rl.models.registry import build_policy
 from embodichain.agents.rl.run_loop import TrainingResult
 from embodichain.agents.rl.run_records import RunOrigin
-from embodichain.agents.rl.runs import RunFolder, locked_run, open_folder, read_saved, telling_how_to_continue
-from embodichain.agents.rl.train import EXIT_INTERRUPTED, begin_from, make_eval_env, report
+from embodichain.agents.rl.runs import RunFolder, locked_run, open_folder, read_saved, recording_failure
+from embodichain.agents.rl.train import EXIT_INTERRUPTED, load_initial_weights, make_eval_env, report
 from embodichain.agents.rl.utils.distributed import Ranks, is_launched
 from embodichain.envs.registration import make_to_watch
 from embodichain.errors import ConfigError
@@ -100,7 +100,7 @@ def resume_imitation(
     """Resume a run from its latest intact checkpoint, or from the given checkpoint."""
     trusted_modules = locate_trusted(trusted_modules, config_folders())
     with locked_run(run, Ranks()) as folder:
-        with telling_how_to_continue(folder, trusted_modules, command="imitate"):
+        with recording_failure(folder, trusted_modules, command="imitate"):
             file, config, state = read_saved(run, folder, "imitate")
             cfg = complete(ImitateCfg.from_dict(config, source=file), trusted_modules, file)
             cfg = override(cfg, list(overrides), trusted_modules)
@@ -122,11 +122,11 @@ def opened_imitation(
 
     ``origin`` records in the folder how the run was started.
     """
-    folder = open_folder(cfg, folder, Ranks(), anew=state is None)
+    folder = open_folder(cfg, folder, Ranks(), restart=state is None)
     folder.origin = origin or folder.origin
     with ExitStack() as stack:
         stack.callback(folder.lock.release)
-        stack.enter_context(telling_how_to_continue(folder, trusted_modules, command="imitate"))
+        stack.enter_context(recording_failure(folder, trusted_modules, command="imitate"))
         trainer = build_imitation(cfg, folder, trusted_modules, console, state)
         stack.callback(trainer.source.close)
         if trainer.eval_env is not None:
@@ -149,7 +149,7 @@ def build_imitation(
     spaces, longest = _spaces(cfg, trusted_modules)
     policy = build_policy(cfg.policy, spaces["observation"], spaces["action"], torch.device(settings.device))
     if settings.init_from is not None and resumed is None:
-        begin_from(settings.init_from, policy)
+        load_initial_weights(settings.init_from, policy)
     chosen = cfg.algorithm.cfg
     learner = Imitation(chosen.replace(total_steps=chosen.total_steps or settings.total_steps), policy)
     wanted = Wanted.by(policy, spaces["observation"], spaces["action"], learner.chunk_size, chosen.points)

@@ -232,7 +232,7 @@ class FolderSource:
         self.folder, self._wanted, self._seed = Path(folder), wanted, seed
         self._reader = LeRobotReader(folder)
         self._names = _renamed(self._reader.layout, keys or {}, self.folder)
-        if self._reader.tells_tasks:  # ``_read`` encodes the task with the policy's length
+        if self._reader.tasks_are_instructions:  # ``_read`` encodes the task with the policy's length
             self._names.pop(INSTRUCTION, None)
         self._instruction_length = 0  # bytes of instructions that come from tasks
         self._check()
@@ -454,7 +454,7 @@ def spaces_of_folder(folder: str | Path, keys: Mapping[str, str]) -> tuple[gym.s
     """Return the observation and action spaces of a folder, for a policy without an environment."""
     reader = LeRobotReader(folder)
     names = _renamed(reader.layout, keys, Path(folder))
-    if reader.tells_tasks and not _are_words(reader.tasks.values()):
+    if reader.tasks_are_instructions and not _are_words(reader.tasks.values()):
         names.pop(INSTRUCTION, None)
     boxes: dict[Key, gym.Space[Any]] = {}
     for key, leaf in names.items():

@@ -236,8 +236,8 @@ def location_of_actor() -> Location:
     """Return the location of the calling actor, as a ``located`` reply."""
     node_id = load_ray().get_runtime_context().get_node_id()
     mode = os.environ.get(_AUTH_MODE, "")  # set by the node; drivers cannot change it
-    place = {"node_id": node_id, "node": socket.gethostname(), "pid": os.getpid()}
-    return {"event": "located", "auth_mode": mode, **place}
+    location = {"node_id": node_id, "node": socket.gethostname(), "pid": os.getpid()}
+    return {"event": "located", "auth_mode": mode, **location}
 
 
 def cores_of_actor() -> int:

@@ -32,10 +32,10 @@ from embodichain.agents.rl.run_config import (
     RunSettings,
     attempt,
     environment_settings,
+    initial_policy_block,
     is_clone,
     joined_errors,
     known_environment,
-    policy_to_begin_from,
     problem_lines,
 )
 from embodichain.agents.rl.utils import ClippedCfg
@@ -141,7 +141,7 @@ def load_train_config(
     else:
         import_trusted(trusted_modules, config_folders())
         given, file = config_of_environment(str(path), trusted_modules)
-        given["policy"] = policy_to_begin_from(init_from, given["policy"])
+        given["policy"] = initial_policy_block(init_from, given["policy"])
         has_critic = bool(get_policy_class(given["policy"].get("name", PolicyBlock().name)).critic_parts)
         if has_critic and given["algorithm"]["name"] == "ppo" and is_clone(init_from):
             settings = {"value_warmup": _CLONE_WARMUP} | given["algorithm"]["cfg"]
@@ -411,7 +411,7 @@ def _policy_name(cfg: TrainCfg) -> str:
     return str(cfg.policy.get("name", PolicyBlock().name))
 
 
-def tell_amounts(trainer: TrainerCfg, ranks: int = 1, chunk_size: int = 1) -> None:
+def log_run_size(trainer: TrainerCfg, ranks: int = 1, chunk_size: int = 1) -> None:
     """Log the number of envs and the total number of steps, which is rounded up to whole rollouts."""
     per_rollout = ranks * (trainer.num_envs or 1) * trainer.buffer_size
     count, total = num_iterations(trainer, ranks), trainer.total_steps

@@ -33,7 +33,8 @@ from embodichain.errors import ExportError
 from embodichain.extras import require
 
 _LOG = logging.getLogger(__name__)
-_TOLERANCE = 1e-4
+_TOLERANCE = 1e-4  # largest difference of an exported action
+_PARITY_STEPS = 4  # steps in a row that are compared
 
 
 class ExportedPolicy(nn.Module):
@@ -115,14 +116,14 @@ def _without_draws(policy: Policy) -> Iterator[None]:
             head.cfg = cfg
 
 
-def check_parity(acting: ExportedPolicy, file: Path, names: list[str], steps: int = 4) -> None:
+def check_parity(acting: ExportedPolicy, file: Path, names: list[str]) -> None:
     """Raise ``ExportError`` if the file's actions differ from the policy's, for several batch sizes and steps."""
     runtime = require("onnxruntime", extra="export")
     session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     for batch in (1, 5):
         theirs: list[np.ndarray] = []
         ours: tuple[Tensor, ...] = ()
-        for step in range(steps):
+        for step in range(_PARITY_STEPS):
             inputs = list(example_inputs(acting.policy, acting.leaves, batch, seed=step))
             if step and acting.policy.is_recurrent:
                 inputs[-1] = ours[1]

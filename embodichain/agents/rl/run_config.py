@@ -141,7 +141,7 @@ def saved_run_config(
     return cfg.replace(trainer=cfg.trainer.replace(gym_config=settings))
 
 
-def policy_to_begin_from(run: str | None, block: Mapping[str, Any]) -> dict[str, Any]:
+def initial_policy_block(run: str | None, block: Mapping[str, Any]) -> dict[str, Any]:
     """Return the block ``policy`` of the run ``run``, or ``block`` if there is none to read.
 
     ``block`` still decides whether the policy has a critic, and which one.

@@ -55,7 +55,7 @@ _MOST = 1e100
 """Logged numbers beyond it are treated as infinite."""
 
 
-def trust_words(modules: Iterable[str]) -> list[str]:
+def trust_flags(modules: Iterable[str]) -> list[str]:
     """Return the flags ``--trust MODULE`` for all modules."""
     return [word for module in modules for word in ("--trust", module)]
 
@@ -76,7 +76,7 @@ class RunOrigin:
     @property
     def command(self) -> str:
         """The command line that starts the run; empty if unknown."""
-        words = [self.program, self.config, *self.overrides, *trust_words(self.trusted_modules)]
+        words = [self.program, self.config, *self.overrides, *trust_flags(self.trusted_modules)]
         return shlex.join(["embodichain", *words]) if self.config else ""
 
 

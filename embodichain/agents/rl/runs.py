@@ -307,25 +307,25 @@ def _run_of(path: Path) -> Path:
     """Return the folder of a run, given that folder or one of its checkpoints."""
     if os.path.isdir(path / CHECKPOINTS) or os.path.isfile(path / CONFIG_FILE):
         return path
-    for place in (path, Path(os.path.realpath(path))) if "\0" not in str(path) else ():
-        if place.parent.name == CHECKPOINTS and os.path.isdir(place.parent):
-            return place.parent.parent
+    for candidate in (path, Path(os.path.realpath(path))) if "\0" not in str(path) else ():
+        if candidate.parent.name == CHECKPOINTS and os.path.isdir(candidate.parent):
+            return candidate.parent.parent
     if is_checkpoint(path):
         raise TrainingStateError(f"{path} is not in the folder of a run, which is needed to continue it")
     raise no_checkpoint(path)
 
 
-def open_folder(cfg: RunConfig, folder: RunFolder | None, ranks: Ranks, anew: bool = False) -> RunFolder:
+def open_folder(cfg: RunConfig, folder: RunFolder | None, ranks: Ranks, restart: bool = False) -> RunFolder:
     """Return the folder of a run, which the first rank creates; other ranks may be on machines without access to it.
 
-    ``anew`` restarts the run in the given folder.
+    ``restart`` starts the run in the given folder from its first step again.
     """
     made = ""
     with ranks.together("making the folder of the run"):
         if ranks.is_first:
             if folder is None:
                 folder = RunFolder.create(cfg)
-            elif anew:
+            elif restart:
                 folder.begin(cfg)
             else:
                 folder.configure(cfg)
@@ -334,7 +334,7 @@ def open_folder(cfg: RunConfig, folder: RunFolder | None, ranks: Ranks, anew: bo
     return folder if ranks.is_first and folder is not None else RunFolder(Path(made), cfg.trainer.keep_checkpoints)
 
 
-def run_to_continue(trainer: RunSettings, ranks: Ranks) -> Path | None:
+def run_to_resume(trainer: RunSettings, ranks: Ranks) -> Path | None:
     """Return ``run_dir`` if torchrun started the ranks and the folder has a checkpoint; ``None`` for a new run.
 
     The first rank decides. Raises ``RankError`` if only another rank has a checkpoint, because a machine was replaced.
@@ -386,7 +386,7 @@ def read_saved(
 
 
 @contextmanager
-def telling_how_to_continue(
+def recording_failure(
     folder: RunFolder, trusted_modules: Collection[str] = (), ranks: Ranks | None = None, command: str = "train"
 ) -> Iterator[None]:
     """Record an error that ends a run, and add the command that resumes it; remove the folder of an empty run."""
@@ -511,9 +511,9 @@ class StopSignals:
     handled if the program handles or ignores them itself.
     """
 
-    def __init__(self, aloud: bool = True) -> None:
-        """``aloud`` prints a message as soon as a signal arrives."""
-        self._aloud = aloud
+    def __init__(self, announce: bool = True) -> None:
+        """``announce`` prints a message as soon as a signal arrives."""
+        self._announce = announce
         self.received: int | None = None
         """Number of the signal that requested the stop."""
         self._former: dict[int, Any] = {}
@@ -537,7 +537,7 @@ class StopSignals:
                 raise KeyboardInterrupt
             return
         self.received = number
-        if self._aloud:  # os.write, as the signal may have interrupted a write to a locked stream
+        if self._announce:  # os.write, as the signal may have interrupted a write to a locked stream
             with contextlib.suppress(OSError):
                 clear = "\r\x1b[2K" if os.isatty(_STDERR) else ""
                 os.write(_STDERR, f"{clear}stopping after this iteration; Ctrl-C stops at once\n".encode())

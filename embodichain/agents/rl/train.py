@@ -41,8 +41,8 @@ from embodichain.agents.rl.config import (
     complete,
     for_rank,
     load_train_config,
+    log_run_size,
     override,
-    tell_amounts,
     warn_about_clone,
     warn_about_config,
 )
@@ -57,9 +57,9 @@ from embodichain.agents.rl.runs import (
     locked_run,
     open_folder,
     read_saved,
+    recording_failure,
     resume_command,
-    run_to_continue,
-    telling_how_to_continue,
+    run_to_resume,
 )
 from embodichain.agents.rl.trainer import Trainer
 from embodichain.agents.rl.utils.distributed import Ranks, global_rank, is_launched, is_torchrun, joined_ranks
@@ -134,7 +134,7 @@ def train_from_config(
         cfg = load_train_config(config_path, trusted_modules, *given_origins(overrides))
     cfg = override(cfg, list(overrides), trusted_modules=trusted_modules)
     with joined_ranks() as ranks:
-        run = run_to_continue(cfg.trainer, ranks)
+        run = run_to_resume(cfg.trainer, ranks)
         if run is not None:
             return _continue(run, overrides, trusted_modules, console, ranks)
         given = "" if isinstance(config_path, TrainCfg) else os.fspath(config_path)
@@ -156,7 +156,7 @@ def _continue(
     run: PathLike, overrides: Sequence[str], trusted_modules: Collection[str], console: Console | None, ranks: Ranks
 ) -> TrainingResult:
     with locked_run(run, ranks) as folder:
-        with telling_how_to_continue(folder, trusted_modules, ranks):
+        with recording_failure(folder, trusted_modules, ranks):
             cfg, state = _read_run(run, folder, overrides, trusted_modules, ranks)
         origin = RunOrigin(overrides=tuple(overrides))
         with opened_trainer(cfg, folder, state, trusted_modules, console, ranks, origin) as trainer:
@@ -196,12 +196,12 @@ def opened_trainer(
     with ranks.together("looking for its device"):
         check_devices(cfg)
     check_same_config(cfg, ranks)
-    folder = open_folder(cfg, folder, ranks, anew=state is None)
+    folder = open_folder(cfg, folder, ranks, restart=state is None)
     folder.origin = origin or folder.origin
     console = console if ranks.is_first else MessageConsole(quiet=True)
     with ExitStack() as stack:
         stack.callback(folder.lock.release)
-        stack.enter_context(telling_how_to_continue(folder, trusted_modules, ranks))
+        stack.enter_context(recording_failure(folder, trusted_modules, ranks))
         trainer = build_trainer(cfg, folder, trusted_modules, console, ranks, resumed=state)
         stack.callback(trainer.env.close)
         stack.callback(trainer.collector.close)
@@ -243,21 +243,21 @@ def build_trainer(
         env = maker()
         policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
         if settings.init_from is not None and resumed is None:
-            begin_from(settings.init_from, policy)
+            load_initial_weights(settings.init_from, policy)
             if ranks.is_first:
                 warn_about_clone(given, policy)
         env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
         algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
         if algorithm.teacher_source is not None:
-            teacher = _known_teacher(cfg, resumed, trusted_modules)
-            if teacher is None:
-                teacher = load_teacher(algorithm.teacher_source, settings.device, trusted_modules)
+            teacher = _previous_teacher(cfg, resumed, trusted_modules) or load_teacher(
+                algorithm.teacher_source, settings.device, trusted_modules
+            )
             algorithm.teach(teacher, env, _actions(settings.environment))
             _LOG.info("learning from %s", teacher.source)
         eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
         check_rollouts_fit(settings, env, policy)
     if ranks.is_first and not resumed:
-        tell_amounts(settings, ranks.count, policy.chunk_size)
+        log_run_size(settings, ranks.count, policy.chunk_size)
     if ranks.is_first and algorithm.start_rollout is not None:
         warn_about_length(settings.buffer_size, env.max_episode_steps, type(algorithm).__name__)
     algorithm.join(ranks)
@@ -265,7 +265,7 @@ def build_trainer(
     return Trainer(given, env, algorithm, collector, folder, eval_env, console)
 
 
-def begin_from(source: str, policy: Policy) -> None:
+def load_initial_weights(source: str, policy: Policy) -> None:
     """Load the weights of a run or checkpoint into a new policy, and reset its version to 0.
 
     If only one of the two has a critic or an ``auxiliary`` head, that part is skipped.
@@ -292,7 +292,7 @@ def _part(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _known_teacher(
+def _previous_teacher(
     cfg: TrainCfg, resumed: Mapping[str, Any] | None, trusted_modules: Collection[str]
 ) -> Teacher | None:
     """Return the teacher that a resumed run used before, found by the digest of its weights.

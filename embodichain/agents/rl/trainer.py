@@ -67,7 +67,7 @@ class Trainer(RunLoop):
             if self.ranks.is_first:
                 self.folder.lock.acquire()
         try:
-            with StopSignals(aloud=self.ranks.is_first) as signals, self.view:
+            with StopSignals(announce=self.ranks.is_first) as signals, self.view:
                 if self._resumed_at is None:
                     self.collector.reset(seed=self.ranks.seed(settings.seed))
                     self.save_checkpoint()

@@ -102,9 +102,9 @@ class FixtureTask(KitTask):
         }
         return obs
 
-    def held(self, scene: Scene, width: float, reach: float = 0.025) -> Tensor:
+    def held(self, scene: Scene, width: float) -> Tensor:
         """Return 1 where the fingers hold the target, else 0, ``[n]``."""
-        return is_held(scene, "part", width, reach).to(torch.float32)
+        return is_held(scene, "part", width).to(torch.float32)
 
     def others(self, scene: Scene, opening: float) -> Tensor:
         """Return 1 where any other part is open (or pressed) by more than ``opening``, else 0, ``[n]``."""
@@ -147,6 +147,6 @@ def fixture_of(cfg: GymCfg, name: str, kind: type[Cfg]) -> Cfg:
     return found
 
 
-def near(offset: Tensor, scale: float = 5.0) -> Tensor:
+def near(offset: Tensor) -> Tensor:
     """Return a closeness reward ``[n]`` of offsets ``[n, 3]``: 1 at zero, 0 far away."""
-    return 1.0 - torch.tanh(scale * length(offset))
+    return 1.0 - torch.tanh(5.0 * length(offset))

@@ -46,6 +46,7 @@ from embodichain.errors import ConfigError, EnvContractError, look_up
 
 _HOME = {"pusher": [-0.3267, -0.21, 2.4154, -0.6345, -1.5708, -0.3267]}
 _HOME["gripper"] = [-0.2449, -0.0699, 1.9673, -0.3266, -1.5708, -0.2449, 0.04, 0.04]
+_OPEN_GAP = 0.084  # distance between the open fingers of the gripper, in metres
 
 
 def kit_cfg(
@@ -187,12 +188,12 @@ def nearness(distance: Tensor) -> Tensor:
     return 0.5 * (1.0 - distance / 0.8).clamp_min(0.0) + 0.5 * (1.0 - torch.tanh(10.0 * distance))
 
 
-def coming_to_grasp(distance: Tensor, gap: Tensor, width: float, widest: float = 0.084) -> Tensor:
+def coming_to_grasp(distance: Tensor, gap: Tensor, width: float) -> Tensor:
     """Return progress in [0, 1] towards a grasp: approach the object, then close the fingers around it.
 
     ``distance`` ``[n]`` is from the tool to the object, ``gap`` ``[n]`` between the fingers, both in metres.
     """
-    closed = ((widest - gap) / (widest - width)).clamp(0.0, 1.0)
+    closed = ((_OPEN_GAP - gap) / (_OPEN_GAP - width)).clamp(0.0, 1.0)
     between = (distance < 0.5 * width).to(closed.dtype)
     return 0.8 * nearness(distance) + 0.2 * between * closed
 

@@ -225,7 +225,7 @@ def test_weights_reach_workers_in_a_ray_cluster() -> None:
 
 
 class OwnPolicy(Policy):
-    """What cannot be sent: its class is said to be of the main module."""
+    """An object that cannot be pickled: its class claims to be of the main module."""
 
     __module__ = "__main__"
 

@@ -1,4 +1,4 @@
-"""Names of nodes, and what is told of a worker in a cluster that ended; no cluster is needed for that."""
+"""Names of nodes, and the report of a worker whose cluster ended; these tests need no cluster."""
 
 from __future__ import annotations
 

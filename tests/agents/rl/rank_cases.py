@@ -21,7 +21,7 @@ from embodichain.agents.rl.algo.distillation import Teacher
 from embodichain.agents.rl.checkpoint import save_checkpoint
 from embodichain.agents.rl.collector import SyncCollector
 from embodichain.agents.rl.config import TrainerCfg
-from embodichain.agents.rl.runs import run_to_continue
+from embodichain.agents.rl.runs import run_to_resume
 from embodichain.agents.rl.train import resume_training, train_from_config
 from embodichain.agents.rl.utils import distributed as ranks_module
 from embodichain.agents.rl.utils.distributed import Ranks, joined_ranks
@@ -307,7 +307,7 @@ def agree_on_runs(folder: Path, situations: dict[str, list[int | str | None]]) -
             if isinstance(found, int):
                 save_checkpoint(run / "checkpoints" / f"step_{found:012d}", {})
             try:
-                agreed[name] = run_to_continue(TrainerCfg(gym_config="x", run_dir=str(run)), ranks) is not None
+                agreed[name] = run_to_resume(TrainerCfg(gym_config="x", run_dir=str(run)), ranks) is not None
             except EmbodiChainError as error:
                 agreed[name] = str(error)
         (folder / f"agreed_{ranks.rank}.json").write_text(json.dumps(agreed))

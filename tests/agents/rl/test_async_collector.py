@@ -191,7 +191,7 @@ def test_pacing_never_issues_more_than_the_bound_and_the_room():
     assert [request.number for request in pacing.issue(0)] == [2]
     pacing.taken = 2
     assert pacing.issue(0) == []  # room, but nothing was learned yet
-    pacing.settled = 1
+    pacing.consumed = 1
     assert [(request.number, request.version) for request in pacing.issue(5)] == [(3, 5)]
 
 

@@ -1,4 +1,4 @@
-"""A policy whose actions do not tell how they were chosen: its decision goes where the rollout goes, and comes back."""
+"""Policies with a decision: it is stored in the rollout and handed back to ``evaluate_actions``."""
 
 from __future__ import annotations
 

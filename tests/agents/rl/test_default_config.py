@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from embodichain.agents.rl import default_config
-from embodichain.agents.rl.config import TrainerCfg, load_train_config, override, tell_amounts
+from embodichain.agents.rl.config import TrainerCfg, load_train_config, log_run_size, override
 from embodichain.agents.rl.train import train_from_config
 from embodichain.cli.main import main
 from embodichain.errors import ConfigError, UnknownNameError
@@ -65,7 +65,7 @@ def test_configs_for_a_gpu_and_instructions_are_told(caplog, monkeypatch):
 
 def test_steps_of_chunks_are_not_foretold(caplog):
     caplog.set_level("INFO")
-    tell_amounts(TrainerCfg(num_envs=4, buffer_size=8, iterations=2), chunk_size=3)
+    log_run_size(TrainerCfg(num_envs=4, buffer_size=8, iterations=2), chunk_size=3)
     assert caplog.messages == ["4 envs, rollouts of 8 decisions on up to 3 actions"]
 
 

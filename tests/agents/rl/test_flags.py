@@ -1,4 +1,4 @@
-"""Every field of a training config is a flag that says what it means, and all its problems are told at once."""
+"""Flags: every field of a training config is one with a help text, and all problems are reported at once."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from embodichain.agents.rl.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from embodichain.agents.rl.config import TrainerCfg
 from embodichain.agents.rl.run_lock import RunLock
-from embodichain.agents.rl.runs import read_metrics, run_to_continue
+from embodichain.agents.rl.runs import read_metrics, run_to_resume
 from embodichain.agents.rl.train import train_from_config
 from embodichain.agents.rl.utils.distributed import Ranks, joined_ranks
 from embodichain.errors import ConfigError, RankError
@@ -117,13 +117,13 @@ def test_restarts_need_a_folder_that_can_be_found_again(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ConfigError, match=r"trainer\.run_dir: expected a folder"):
-        run_to_continue(TrainerCfg(gym_config="x"), Ranks())
-    assert run_to_continue(TrainerCfg(gym_config="x", run_dir="runs/a"), Ranks()) is None
+        run_to_resume(TrainerCfg(gym_config="x"), Ranks())
+    assert run_to_resume(TrainerCfg(gym_config="x", run_dir="runs/a"), Ranks()) is None
 
 
 def test_without_torchrun_no_run_is_continued_unasked(tmp_path):
     save_checkpoint(tmp_path / "checkpoints" / f"step_{5:012d}", {})
-    assert run_to_continue(TrainerCfg(gym_config="x", run_dir=str(tmp_path)), Ranks()) is None
+    assert run_to_resume(TrainerCfg(gym_config="x", run_dir=str(tmp_path)), Ranks()) is None
 
 
 JOINS = """

@@ -1,4 +1,4 @@
-"""From the command line and a file to a config, and what is said when something in them is wrong."""
+"""From the command line and a file to a config, and the messages about mistakes in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop: when things happen, what is kept, how it ends."""
+"""The training loop: schedules, checkpoints, and how it ends."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_interruption_saves_and_ends_cleanly(tmp_path, number):
 
 def test_signals_that_come_again_leave_the_saving_alone_but_for_ctrl_c():
     before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
-    with StopSignals(aloud=False) as signals:
+    with StopSignals(announce=False) as signals:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             os.kill(os.getpid(), number)  # as Slurm and torchrun may do, one after the other
         assert signals.received == signal.SIGUSR1
@@ -298,7 +298,7 @@ def test_signals_that_come_again_leave_the_saving_alone_but_for_ctrl_c():
 def test_nohup_still_holds():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopSignals(aloud=False) as signals:
+        with StopSignals(announce=False) as signals:
             os.kill(os.getpid(), signal.SIGHUP)
             assert signals.received is None
     finally:
@@ -310,7 +310,7 @@ def test_handlers_of_the_program_are_left_alone(number):
     calls = []
     before = signal.signal(number, lambda *_: calls.append(number))
     try:
-        with StopSignals(aloud=False) as signals:
+        with StopSignals(announce=False) as signals:
             os.kill(os.getpid(), number)
         assert (calls, signals.received) == ([number], None)
     finally:

@@ -24,25 +24,25 @@ class WhileActing(ActorCritic):
     values_apart = False
 
 
-def rollout_of(policy, may_look=True, buffer=None, limit=3):
+def rollout_of(policy, can_read_flags=True, buffer=None, limit=3):
     torch.manual_seed(0)
     env = ScriptedEnv(5, ends=[2, 4, 100, 100, 100], limit=limit)
     collector = SyncCollector(env, policy, buffer=buffer)
-    collector._values = DeferredValues(policy, collector.device, collector._decider.value, may_look)
+    collector._values = DeferredValues(policy, collector.device, collector._decider.value, can_read_flags)
     collector.collect(7)
     return collector.collect(7).clone()
 
 
 @pytest.mark.parametrize("limit", [3, 1000])
-@pytest.mark.parametrize("may_look", [True, False])
+@pytest.mark.parametrize("can_read_flags", [True, False])
 @pytest.mark.parametrize("rows", [4, 2048])
-def test_values_are_those_of_valuing_every_step(monkeypatch, may_look, rows, limit) -> None:
+def test_values_are_those_of_valuing_every_step(monkeypatch, can_read_flags, rows, limit) -> None:
     monkeypatch.setattr(acting, "CPU_ROWS", rows)
     policy = make_policy(ScriptedEnv(), critic_obs=["object"], normalize_obs=True, normalize_value=True)
     policy.update_normalizer(ScriptedEnv(64).reset()[0])
     policy.update_value_normalizer(3.0 + 2.0 * torch.randn(64))
     assert policy.values_apart
-    apart = rollout_of(policy, may_look, limit=limit)
+    apart = rollout_of(policy, can_read_flags, limit=limit)
     policy.__class__ = WhileActing
     assert not policy.values_apart
     for other in (rollout_of(policy, True, limit=limit), rollout_of(policy, False, limit=limit)):
@@ -108,7 +108,7 @@ def test_final_pictures_are_valued_at_once_instead_of_being_kept(pictures) -> No
         values_apart = True
 
     policy = Apart()
-    keeper = DeferredValues(policy, torch.device("cpu"), value_now, may_look=False)
+    keeper = DeferredValues(policy, torch.device("cpu"), value_now, can_read_flags=False)
     picture = torch.zeros(2, 4, 4, 3, dtype=torch.uint8 if pictures else torch.float32)
     keeper.keep(torch.zeros(2, dtype=torch.bool), TensorDict({"image": {"front": picture}}, [2]), None)
     assert valued == ([2] if pictures else [])

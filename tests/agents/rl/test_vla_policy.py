@@ -278,7 +278,7 @@ class OwnFactors(OwnHead):
 
 @pytest.mark.parametrize(("model", "factors"), [(OwnHead, None), (OwnFactors, ("token",)), (TinyVLA, ())])
 def test_factors_of_models_are_those_of_their_heads(env, model, factors):
-    built = model.from_spaces(env.observation_space, env.action_space)
+    built = model(**model.complete_config({}, env.observation_space, env.action_space))
     assert VLAPolicy(env.observation_space, env.action_space, "cpu", built).factors == factors
 
 

@@ -1,4 +1,4 @@
-"""Weights between a learner and a collector: what is used is what was published, whatever happens meanwhile."""
+"""Weights between a learner and a collector: a collector uses exactly the weights that were published."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ def find_inside(root: Path, name: str) -> Path:
     """Return the path of a file in a folder; links that leave it are rejected, except in the Hugging Face cache."""
     base, path = root.resolve(), (root / name).resolve()
     blobs = [parent.with_name("blobs") for parent in base.parents if parent.name == "snapshots"]
-    if not any(path.is_relative_to(place) for place in (base, *blobs)):
+    if not any(path.is_relative_to(folder) for folder in (base, *blobs)):
         raise DatasetError(f"{root / name} lies outside of the folder")
     if not path.is_file():
         raise DatasetError(f"{root / name} is missing, or no file")

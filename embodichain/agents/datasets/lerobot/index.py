@@ -89,8 +89,8 @@ def _read_v3(root: Path, videos: Sequence[str], open_table: OpenTable) -> Index:
     _check(root, "dataset_to_index", rows["dataset_to_index"], np.array_equal(span, rows["length"]))
 
     def files(prefix: str, path: str, **keys: str) -> NDArray[Any]:
-        places = zip(rows[f"{prefix}chunk_index"].tolist(), rows[f"{prefix}file_index"].tolist(), strict=True)
-        return np.array([path.format(chunk_index=chunk, file_index=file, **keys) for chunk, file in places])
+        numbers = zip(rows[f"{prefix}chunk_index"].tolist(), rows[f"{prefix}file_index"].tolist(), strict=True)
+        return np.array([path.format(chunk_index=chunk, file_index=file, **keys) for chunk, file in numbers])
 
     index = {"episode_index": rows["episode_index"], "length": rows["length"], "first": rows["dataset_from_index"]}
     index["data"] = files("data/", DATA_PATH)
@@ -104,14 +104,14 @@ def _read_v2(root: Path, info: Info, videos: Sequence[str]) -> Index:
     """Read ``meta/episodes.jsonl`` of version 2."""
     path = find_inside(root, OLD_EPISODES_PATH)
     episodes = [checked(_OldEpisode, data, path) for data in _lines(path)]
-    places = [{"chunk": e.episode_index // info.chunks_size, "episode": e.episode_index} for e in episodes]
+    numbers = [{"chunk": e.episode_index // info.chunks_size, "episode": e.episode_index} for e in episodes]
     index: Index = {
         "episode_index": np.array([e.episode_index for e in episodes], np.int64),
         "length": np.array([e.length for e in episodes], np.int64),
-        "data": np.array([OLD_DATA_PATH.format(**place) for place in places]),
+        "data": np.array([OLD_DATA_PATH.format(**part) for part in numbers]),
     }
     for name in videos:
-        index[f"video/{name}"] = np.array([OLD_VIDEO_PATH.format(video_key=name, **place) for place in places])
+        index[f"video/{name}"] = np.array([OLD_VIDEO_PATH.format(video_key=name, **part) for part in numbers])
         index[f"from/{name}"] = np.zeros(len(episodes))
     return index
 

@@ -99,7 +99,7 @@ class LeRobotReader:
         return {key: names for key, names in found.items() if names}
 
     @property
-    def tells_tasks(self) -> bool:
+    def tasks_are_instructions(self) -> bool:
         """Whether instructions come from the folder's tasks instead of a feature."""
         return bool(self._instructions)
 

@@ -97,7 +97,9 @@ class BaseAlgorithm(ABC):
         self.buffer: RolloutBuffer | None = None
         self._collector: SyncCollector | None = None
         self._rollout: TensorDictBase | None = None
-        self._has_statistics = self._is_first_in_statistics = False
+        self._has_statistics = False
+        self._rollout_counted = False
+        """Whether the observation statistics include the rollout of this update already."""
 
     @abstractmethod
     def update(self, rollout: TensorDictBase | None = None) -> dict[str, float]:
@@ -174,37 +176,39 @@ class BaseAlgorithm(ABC):
         self.check_num_envs(rollout.batch_size[0])
         return rollout if rollout["reward"].device == self.device else rollout.to(self.device)
 
-    def _begin_statistics(self, rollout: TensorDictBase) -> bool:
-        """Take the policy's first observation statistics from a rollout before it is trained on; return if they are.
+    def _initialize_statistics(self, rollout: TensorDictBase) -> bool:
+        """Initialise the policy's observation statistics from its first rollout; return whether this was done now.
 
-        After an update on observations that are not normalised, a policy learns less for a long time.
+        This comes before the first update: after one on observations that are not normalised, a policy learns less for
+        a long time.
         """
-        self._is_first_in_statistics = False  # of an update that has failed
-        if self._has_statistics or self._keeps_statistics:
+        self._rollout_counted = False  # still set if the last update failed
+        if self._has_statistics or self._freezes_statistics:
             return False
         if self.policy.lacks_statistics:
             self._add_statistics(rollout)
-            self._is_first_in_statistics = True
+            self._rollout_counted = True
             if self.policy.is_recurrent:
                 rollout["hidden"] = recurrent_states(self.policy, rollout)
         self._has_statistics = True
-        return self._is_first_in_statistics
+        return self._rollout_counted
 
     @torch.no_grad()
     def _add_statistics(self, rollout: TensorDictBase) -> None:
+        """Add the observations of a rollout to the policy's statistics."""
         for part in flatten_time_major(rollout.select("observation")).split(EVALUATED_ROWS):
             self.policy.update_normalizer(part["observation"])
 
     def _finish_update(self, rollout: TensorDictBase) -> None:
         """Update the policy's observation statistics, and increment its version."""
-        if not self._keeps_statistics and not self._is_first_in_statistics:
+        if not self._freezes_statistics and not self._rollout_counted:
             self._add_statistics(rollout)
-        self._is_first_in_statistics = False
+        self._rollout_counted = False
         with torch.no_grad():
             self.policy.version += 1
 
     @property
-    def _keeps_statistics(self) -> bool:
+    def _freezes_statistics(self) -> bool:
         """Whether the policy's observation statistics are frozen in this update."""
         return False
 
@@ -224,7 +228,7 @@ class MinibatchAlgorithm(BaseAlgorithm):
         super().__init__(cfg, policy)
         self.updates = 0
         """Number of updates so far, including those before a resume."""
-        self.policy_begins = 0
+        self.critic_only_updates = 0
         """Number of initial updates that train only the critic."""
         self.optimizer = PolicyOptimizer(
             policy, cfg.learning_rate, cfg.max_grad_norm, cfg.mixed_precision, cfg.weight_decay, self._value_rate()
@@ -253,7 +257,7 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
     def _schedule_rate(self) -> None:
         """Set the learning rate of an update; an adaptive one is left as it is after warmup."""
-        cfg, past = self.cfg, self.updates - self.policy_begins
+        cfg, past = self.cfg, self.updates - self.critic_only_updates
         rate = cfg.learning_rate * (1.0 - self.progress) if cfg.lr_schedule == "linear" else cfg.learning_rate
         if 0 <= past < cfg.lr_warmup:
             self.optimizer.learning_rate = rate * ((past + 1) / cfg.lr_warmup)
@@ -263,10 +267,10 @@ class MinibatchAlgorithm(BaseAlgorithm):
     @property
     def _only_critic(self) -> bool:
         """Whether this update trains only the critic."""
-        return self.updates < self.policy_begins
+        return self.updates < self.critic_only_updates
 
     @property
-    def _keeps_statistics(self) -> bool:
+    def _freezes_statistics(self) -> bool:
         return self._only_critic  # new statistics would change the actions
 
     def _finish_update(self, rollout: TensorDictBase) -> None:
@@ -396,7 +400,7 @@ class MinibatchAlgorithm(BaseAlgorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.updates = state.get("updates", self.policy_begins + self.cfg.lr_warmup)
+        self.updates = state.get("updates", self.critic_only_updates + self.cfg.lr_warmup)
         self.optimizer.load_state_dict(state["optimizer"])
         own = self._rate_settings()
         if state.get("rate", own) != own:  # the settings have changed since: discard the scheduled learning rate
@@ -452,8 +456,8 @@ class ClippedAlgorithm(MinibatchAlgorithm):
             ranks.copy_first(self.reference)
 
     def _normalize_first(self, rollout: TensorDictBase) -> None:
-        """Normalise the first rollout by its own statistics: its log-probabilities and values become those of now."""
-        if not self._begin_statistics(rollout):
+        """Initialise the observation statistics with the first rollout, and evaluate its actions again under them."""
+        if not self._initialize_statistics(rollout):
             return
         if self.reference is not None:
             known = dict(self.policy.named_buffers())
@@ -484,7 +488,7 @@ class ClippedAlgorithm(MinibatchAlgorithm):
         """Yield ``(minibatch, share)`` for each ``_step`` of all epochs, or until ``target_kl`` is exceeded."""
         cfg = self.cfg
         self._schedule_rate()
-        adapts = cfg.lr_schedule == "adaptive" and self.updates >= self.policy_begins + cfg.lr_warmup
+        adapts = cfg.lr_schedule == "adaptive" and self.updates >= self.critic_only_updates + cfg.lr_warmup
         for _ in range(cfg.n_epochs if len(minibatches) else 0):
             yield from self._epoch(minibatches, meter)
             epoch_kl = meter.end_epoch("approx_kl")

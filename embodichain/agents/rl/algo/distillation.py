@@ -112,7 +112,7 @@ class Guided(Policy):
         self.is_recurrent = student.is_recurrent
         self.register_buffer("share", torch.zeros((), device=student.device))
         self._rows: tuple[int, int] | None = None
-        self._place: Tensor | None = None  # _rows as a tensor, which CUDA graphs read
+        self._rows_tensor: Tensor | None = None  # _rows as a tensor, which CUDA graphs read
 
     @property
     def device(self) -> torch.device:
@@ -153,8 +153,8 @@ class Guided(Policy):
     def hold_rows(self, first: int, num_envs: int) -> None:
         if self.teacher is None or self._rows == (first, num_envs):
             return
-        self._rows, place = (first, num_envs), torch.tensor([float(first), float(num_envs)], device=self.device)
-        self._place = place if self._place is None else self._place.copy_(place)
+        self._rows, rows = (first, num_envs), torch.tensor([float(first), float(num_envs)], device=self.device)
+        self._rows_tensor = rows if self._rows_tensor is None else self._rows_tensor.copy_(rows)
 
     def initial_state(self, batch_size: int) -> Tensor | None:
         return self.student.initial_state(batch_size)
@@ -187,8 +187,8 @@ class Guided(Policy):
             return action
         rows = action.shape[0]
         count = (self.share * rows).round()
-        if self._place is not None:  # this group's part of the envs in which the teacher acts
-            count = (self.share * self._place[1]).round() - self._place[0]
+        if self._rows_tensor is not None:  # this group's part of the envs in which the teacher acts
+            count = (self.share * self._rows_tensor[1]).round() - self._rows_tensor[0]
         guided = torch.arange(rows, device=action.device) < count
         own = self.teacher.get_action(obs, deterministic=True)[0].to(action.dtype)
         return torch.where(guided.view(-1, *[1] * (action.ndim - 1)), own, action)
@@ -204,8 +204,8 @@ class Distillation(MinibatchAlgorithm):
     def __init__(self, cfg: DistillationCfg, policy: Policy) -> None:
         super().__init__(cfg, policy)
         if policy.has_decision or policy.chunk_size > 1:
-            problem = f"expected one action per decision, which is all that tells it; got {type(policy).__name__}"
-            raise ConfigError(f"distill: {problem}", "policy")
+            expected = "expected a policy whose decision is one action, which alone determines its probability"
+            raise ConfigError(f"distill: {expected}; got {type(policy).__name__}", "policy")
         self.teacher: Teacher | None = None
         self.digest = ""
         """Hash of the teacher's weights."""
@@ -249,7 +249,7 @@ class Distillation(MinibatchAlgorithm):
         """Train the student on the teacher's labels for the states of a rollout; return the metrics to log."""
         cfg = self.cfg
         rollout = self._take(rollout, KEYS)
-        self._begin_statistics(rollout)
+        self._initialize_statistics(rollout)
 
         # Labels of the teacher for all states of the rollout
         data = rollout.select("observation")

@@ -281,7 +281,7 @@ class PolicyOptimizer:
         index = {id(parameter): i for i, parameter in enumerate(self._weights.parameters)}
         order = [index[id(parameter)] for group in self.adam.param_groups for parameter in group["params"]]
         moments = state["adam"]["state"]
-        own["state"] = {place: moments[i] for place, i in enumerate(order) if i in moments}
+        own["state"] = {position: moments[i] for position, i in enumerate(order) if i in moments}
         self.adam.load_state_dict(own)
         self.scaler.load_state_dict(state["scaler"])
         self._point_to_rates()  # loading has replaced the tensors by copies

@@ -219,7 +219,7 @@ class _ValuePPO(PPO):
     """PPO that trains only a value head: the policy's observation statistics stay frozen."""
 
     @property
-    def _keeps_statistics(self) -> bool:
+    def _freezes_statistics(self) -> bool:
         return True
 
 

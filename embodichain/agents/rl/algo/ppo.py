@@ -82,7 +82,7 @@ class PPO(ClippedAlgorithm):
             if problems:
                 raise ConfigError(problems, "algorithm.cfg")
         super().__init__(cfg, policy)
-        self.policy_begins = cfg.value_warmup
+        self.critic_only_updates = cfg.value_warmup
         self.return_discount = cfg.gamma if cfg.normalize_reward else None
         self.reward_normalizer = RewardNormalizer(cfg.reward_clip, self.device) if cfg.normalize_reward else None
 
@@ -141,6 +141,7 @@ class PPO(ClippedAlgorithm):
         return metrics if proximal is None else metrics | proximal.measures(self.ranks)
 
     def _normalized(self, advantage: Tensor, counts: bool = True) -> Tensor:
+        """Normalise advantages by the mean and deviation of all ranks, to which this rank adds if it ``counts``."""
         [(mean, std)] = self.ranks.mean_and_std(advantage if counts else advantage.new_empty(0))
         return (advantage - mean) / (std + 1e-8)
 

@@ -100,7 +100,7 @@ class Decider:
 
     def record(self, obs: Observation | None) -> None:
         """Capture graphs for observations like ``obs`` now, and none later; random generators are left unchanged."""
-        if obs is not None and self.records and not self._act.settled:
+        if obs is not None and self.records and not self._act.is_final:
             deciding: _Replayed[Any] = self._choose if self._policy.values_apart else self._act
             own = self._policy.generator
             own_state = None if own is None else own.get_state()
@@ -113,7 +113,7 @@ class Decider:
             if own is not None and own_state is not None:
                 own.set_state(own_state)
         for replayed in self._all:
-            replayed.settled = True
+            replayed.is_final = True
 
 
 class OutputCheck:
@@ -244,14 +244,14 @@ class _Replayed(Generic[Result]):
     def __init__(self, function: Callable[[Observation], Result], policy: Policy) -> None:
         self._function, self._policy = function, policy
         self.recorder = Recorder("the policy acts")
-        self.settled = False
-        """Whether no more graphs may be captured."""
+        self.is_final = False
+        """Whether no more graphs may be captured, so that the present one is the last."""
         self._recorded: Recorded[Result] | None = None
         self.forget("")
 
     def forget(self, reason: str) -> None:
         """Discard the graph; if no other may be captured, log the reason."""
-        if self.settled and self._recorded is not None:
+        if self.is_final and self._recorded is not None:
             self.recorder.give_up(reason)
         self.recorder.calls = 0
         self._mode = self._policy.training
@@ -260,7 +260,7 @@ class _Replayed(Generic[Result]):
     def __call__(self, obs: Observation) -> Result:
         if self._mode != self._policy.training:  # the graph holds dropout etc. as captured
             self.forget("its mode has changed")
-        if self._recorded is None and self.recorder.possible and not self.settled:
+        if self._recorded is None and self.recorder.possible and not self.is_final:
             if not self.recorder.ready:
                 with timed_convolutions:
                     return self.recorder.warm_up(lambda: self._function(obs))
@@ -322,14 +322,14 @@ class DeferredValues:
         policy: Policy,
         device: torch.device,
         value_now: Callable[[Observation, Tensor | None], Tensor],
-        may_look: bool,
+        can_read_flags: bool,
     ) -> None:
         """Compute values on ``device``; ``value_now`` computes one between two steps, if it cannot be deferred.
 
-        ``may_look``: whether flags can be read without synchronising with a device. If not, the final observations of
-        all envs are kept until the end, or evaluated at once if they would take much memory.
+        ``can_read_flags``: whether flags can be read without synchronising with a device. If not, the final
+        observations of all envs are kept until the end, or evaluated at once if they would take much memory.
         """
-        self._policy, self._device, self._value_now, self.may_look = policy, device, value_now, may_look
+        self._policy, self._device, self._value_now, self.can_read_flags = policy, device, value_now, can_read_flags
         self.begin()
 
     def begin(self) -> None:
@@ -346,7 +346,7 @@ class DeferredValues:
         if not self._policy.has_critic:
             return
         final = self._policy.seen_by_critic(final)
-        if self.may_look:
+        if self.can_read_flags:
             if cut.any() if cut.is_cuda else cut.numpy().any():  # numpy takes a third of torch's time on a few flags
                 rows = cut.nonzero().squeeze(-1)
                 self._cut.append(final[rows.to(final.device)].to(self._device))
@@ -366,7 +366,7 @@ class DeferredValues:
             return
         obs, kept = self._policy.seen_by_critic(obs), self._policy.seen_by_critic(storage["observation"])
         values = self._values(kept.flatten(0, 1), None).view_as(everywhere) if self.deferred else None
-        if self.may_look:
+        if self.can_read_flags:
             states = None if state is None else torch.cat([state, *self._cut_states])
             last, final = self._values(torch.cat([obs, *self._cut]), states).tensor_split([obs.shape[0]])
         else:  # the values of all envs, as selecting would synchronise

@@ -36,8 +36,8 @@ EnvSource = VecEnv | Callable[[], VecEnv]
 _POLL_SECONDS = 0.1
 """How often a waiting learner checks that the collector is alive."""
 _UNBOUNDED = 1 << 62
-_NOTHING = TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
-_SAVED = ("number", "statistics", "episodes", "seconds", "waited")
+_EMPTY = TensorDict({"return": torch.zeros(0), "length": torch.zeros(0)}, batch_size=[0])
+_SAVED_FIELDS = ("number", "statistics", "episodes", "seconds", "waited")
 _backends: weakref.WeakSet[Backend] = weakref.WeakSet()
 """All started backends; a backend's thread keeps it alive."""
 
@@ -52,19 +52,19 @@ def _stop_all() -> None:
 class Pacing:
     """Limits how far a collector may run ahead of its learner.
 
-    Request ``k`` is issued once ``k - settled <= max_policy_lag``, where ``settled`` counts the rollouts that the
-    learner is done with. Each update creates one new version of the policy. So no transition is older than
+    Request ``k`` is issued once ``k - consumed <= max_policy_lag``, where ``consumed`` counts the rollouts that the
+    learner has trained on. Each update creates one new version of the policy. So no transition is older than
     ``max_policy_lag`` versions when it is consumed, and none is discarded. At most ``capacity`` rollouts are queued or
     being collected at any time.
     """
 
     def __init__(self, max_policy_lag: int, capacity: int, first: int = 0) -> None:
         self.max_policy_lag, self.capacity = max_policy_lag, capacity
-        self.settled = self.taken = self.next = first
+        self.consumed = self.taken = self.next = first
 
     def issue(self, version: int) -> list[RolloutRequest]:
         """Return the requests that may be sent now, with the latest version of the weights."""
-        last = min(self.settled + self.max_policy_lag, self.taken + self.capacity - 1)
+        last = min(self.consumed + self.max_policy_lag, self.taken + self.capacity - 1)
         requests = [RolloutRequest(number, version) for number in range(self.next, last + 1)]
         self.next = max(self.next, last + 1)
         return requests
@@ -102,20 +102,29 @@ class AsyncCollector(BaseCollector):
         self.device = torch.device(device) if device is not None else buffer.device
         self.num_steps = cfg.num_steps
         """Steps per environment and rollout; ``None`` until it is known."""
-        first, another = ((lambda: env), make_env) if isinstance(env, VecEnv) else (env, env)
-        more: dict[str, Any] = {"make_another": another, "return_discount": return_discount}
-        spec = WorkerSpec(first, policy, self.device, callback, start_rollout, cfg, **more)
+        make_first, make_another = ((lambda: env), make_env) if isinstance(env, VecEnv) else (env, env)
+        spec = WorkerSpec(
+            make_first,
+            policy,
+            self.device,
+            callback,
+            start_rollout,
+            cfg,
+            make_another=make_another,
+            return_discount=return_discount,
+        )
         self._backend = _make_backend(spec, isinstance(env, VecEnv))
         self.is_running = self._paused = False
         """Whether the collector is started."""
-        self._held: dict[str, Any] | None = None
+        self._saved_state: dict[str, Any] | None = None
+        """The worker's state inside ``hold``."""
         self._store = WeightStore(self.policy, self.cfg)
         self._pacing = Pacing(cfg.max_policy_lag, 0)
         self._results: dict[int, RolloutResult] = {}
         """Metadata of the rollouts in the buffer, by number."""
-        self._repeated: Sequence[Sequence[int]] = ()
+        self._pending_requests: Sequence[Sequence[int]] = ()
         """Number and version of the requests that were pending in a restored checkpoint."""
-        self.episodes = _NOTHING
+        self.episodes = _EMPTY
         """``return`` and ``length`` of the episodes that ended in the last rollout taken."""
         self._statistics: dict[str, float] = {}
 
@@ -123,7 +132,7 @@ class AsyncCollector(BaseCollector):
         """Start collecting; does nothing if it is running."""
         if self.is_running:
             return
-        num_steps = self._settle_num_steps()
+        num_steps = self._resolve_num_steps()
         _backends.add(self._backend)
         self._backend.start(num_steps, self._store, self._on_result)
         try:
@@ -134,16 +143,17 @@ class AsyncCollector(BaseCollector):
             raise
 
     def _begin(self, capacity: int) -> None:
+        """Send the weights and the first requests, as many as ``capacity`` rollouts allow."""
         self._store.publish()
         self.is_running, self.buffer.producer = True, self
         self._pacing = Pacing(self.cfg.max_policy_lag, capacity, self.buffer.first)
         self._pacing.next = self.buffer.next
         for snapshot in self._store.kept():
             self._backend.send(snapshot)
-        for number, version in self._repeated:
+        for number, version in self._pending_requests:
             self._backend.send(RolloutRequest(number, version))
             self._pacing.next = number + 1
-        self._repeated = ()
+        self._pending_requests = ()
         if self.cfg.max_policy_lag > 0:  # with lag 0, the first request waits for collect()
             self._issue()
 
@@ -189,7 +199,7 @@ class AsyncCollector(BaseCollector):
 
         The caller owns the rollout. Starts the collector if it is not running.
         """
-        self._settle_num_steps(num_steps)
+        self._resolve_num_steps(num_steps)
         self.start()
         if self._paused:
             raise CollectorError("the collector is paused: call resume() first")
@@ -210,7 +220,7 @@ class AsyncCollector(BaseCollector):
         if self.is_running:
             self._publish()
             if self.cfg.max_policy_lag > 0:
-                self._settle()
+                self._mark_consumed()
 
     def statistics(self) -> dict[str, float]:
         """Return statistics of the last rollout taken.
@@ -222,16 +232,18 @@ class AsyncCollector(BaseCollector):
         return dict(self._statistics)
 
     def _publish(self) -> None:
+        """Send the current weights to the workers, if they have changed."""
         before, snapshot = self._store.latest, self._store.publish()
         if snapshot is not before:
             self._backend.send(snapshot)
 
-    def _settle(self) -> None:
+    def _mark_consumed(self) -> None:
         """Mark all taken rollouts as consumed, and send the requests that this allows."""
-        self._pacing.settled = self._pacing.taken = self.buffer.first
+        self._pacing.consumed = self._pacing.taken = self.buffer.first
         self._issue()
 
     def _issue(self) -> None:
+        """Send the requests that the policy lag and the free space allow."""
         if not self.is_running or self._store.latest is None:
             return
         shares_random = self.cfg.max_policy_lag == 0 and self.cfg.worker != "thread"
@@ -243,14 +255,14 @@ class AsyncCollector(BaseCollector):
         self.raise_failure()
         if self._store.is_new():
             self._publish()
-        self._settle()
+        self._mark_consumed()
 
     def after_get(self, taken: Sequence[tuple[int, TensorDictBase]]) -> None:
         """Check the rollouts that were taken, and send requests for the freed space."""
         for number, rollout in taken:
             result = self._results.pop(number, None)
             if result is not None:
-                self._examine(result, rollout)
+                self._adopt_result(result, rollout)
         first = self._pacing.taken = self.buffer.first
         for number in tuple(self._results):  # a copy, as the backend's thread may add to them
             if number < first:  # cleared or overwritten
@@ -263,7 +275,8 @@ class AsyncCollector(BaseCollector):
         if self.is_running:
             self._backend.check()
 
-    def _examine(self, result: RolloutResult, rollout: TensorDictBase) -> None:
+    def _adopt_result(self, result: RolloutResult, rollout: TensorDictBase) -> None:
+        """Prepare a rollout that was taken for the learner: streams, random state, check of its age, statistics."""
         if result.ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(result.ready)
@@ -303,7 +316,7 @@ class AsyncCollector(BaseCollector):
 
     def _on_result(self, result: RolloutResult, timeout: float) -> None:
         """Put a rollout into the buffer; called in the backend's thread."""
-        self._results[result.number] = replace(result, rollout=_NOTHING)
+        self._results[result.number] = replace(result, rollout=_EMPTY)
         number = self.buffer.add_rollout(result.rollout, timeout, copy=False)
         if number != result.number:
             raise CollectorError(f"rollout {result.number} became entry {number}: somebody else fills the buffer, too")
@@ -314,11 +327,13 @@ class AsyncCollector(BaseCollector):
         if not self.is_running:
             yield
             return
-        self._held = self._command("save", self.cfg.start_timeout + (self.num_steps or 1) * self.cfg.step_timeout)
+        self._saved_state = self._command(
+            "save", self.cfg.start_timeout + (self.num_steps or 1) * self.cfg.step_timeout
+        )
         try:
             yield
         finally:
-            self._held = None
+            self._saved_state = None
             if self.is_running and not self._paused:
                 self._backend.send("resume")
 
@@ -335,7 +350,7 @@ class AsyncCollector(BaseCollector):
         results = [self._results[number] for number in sorted(self._results)]
         return {name: value for name, value in state.items() if name != "env"} | {
             "queue": self.buffer.state_dict(),
-            "results": [{name: getattr(result, name) for name in _SAVED} for result in results],
+            "results": [{name: getattr(result, name) for name in _SAVED_FIELDS} for result in results],
             "weights": [[snapshot.version, snapshot.data.clone()] for snapshot in older],  # slots are written to again
         }
 
@@ -344,8 +359,8 @@ class AsyncCollector(BaseCollector):
         self._check_stopped("load_state_dict()")
         self._backend.load_state({**state, "env": env_state})
         self.buffer.load_state_dict(state["queue"])
-        self._results = {result["number"]: RolloutResult(rollout=_NOTHING, **result) for result in state["results"]}
-        self._repeated = state["requests"]
+        self._results = {result["number"]: RolloutResult(rollout=_EMPTY, **result) for result in state["results"]}
+        self._pending_requests = state["requests"]
         self._store = WeightStore(self.policy, self.cfg)
         for version, data in state["weights"]:
             self._store.keep(version, data.to(self.policy.device))
@@ -364,7 +379,7 @@ class AsyncCollector(BaseCollector):
         return self._backend.wait_until_paused(timeout)
 
     def _paused_state(self) -> dict[str, Any]:
-        state = self._held if self.is_running else self._backend.state()
+        state = self._saved_state if self.is_running else self._backend.state()
         if state is None:
             raise CollectorError("saving a running collector needs hold() around it")
         return state
@@ -374,6 +389,7 @@ class AsyncCollector(BaseCollector):
             raise CollectorError(f"{what} needs a collector that is not running: call stop() first")
 
     def _capacity(self, num_steps: int) -> int:
+        """Return how many rollouts the buffer holds; ``RolloutError`` if not even one."""
         size = (self._backend.num_envs or 1) * num_steps
         if size > self.buffer.buffer_size:
             raise RolloutError(
@@ -382,7 +398,7 @@ class AsyncCollector(BaseCollector):
             )
         return _UNBOUNDED if self.buffer.overwrite else self.buffer.buffer_size // size
 
-    def _settle_num_steps(self, asked: int | None = None) -> int:
+    def _resolve_num_steps(self, asked: int | None = None) -> int:
         """Return the length of rollouts: the configured one, the first one ``asked`` for, or what fills the buffer."""
         if asked is not None and (asked < 1 or asked != (self.num_steps or asked)):
             raise RolloutError(f"expected num_steps to be {self.num_steps or 'at least 1'}, got {asked}")

@@ -93,7 +93,9 @@ class SyncCollector(BaseCollector):
     def policy(self, policy: Policy) -> None:
         self._policy = policy
         self._decider = Decider(policy, self.device)
-        self._values = DeferredValues(policy, self.device, self._decider.value, may_look=self.env.device.type != "cuda")
+        self._values = DeferredValues(
+            policy, self.device, self._decider.value, can_read_flags=self.env.device.type != "cuda"
+        )
 
     def reset(self, seed: int | None = None) -> None:
         """Reset all envs."""
@@ -278,7 +280,7 @@ class SyncCollector(BaseCollector):
         """Write a step of all envs to the buffer; return the next observation."""
         next_obs, reward, terminated, truncated, info = result
         done = terminated | truncated
-        if info["final_observation"] is not next_obs or not self._values.may_look:  # otherwise no episode ended
+        if info["final_observation"] is not next_obs or not self._values.can_read_flags:  # otherwise no episode ended
             self._values.keep(truncated & ~terminated, info["final_observation"], decision.new_state)
         parts = {"terminated": terminated, "truncated": truncated, "policy_version": version}
         parts |= {name: part.to(self.device) for name, part in info.get("chunk", {}).items()}

@@ -433,7 +433,7 @@ class ActorCritic(NetworkPolicy, CriticPolicy):
         critic = NormalizedCritic(network) if checked.normalize_value else network
         hidden = parts["encoder"].privileged_dim
         if checked.auxiliary_coef and not hidden:
-            raise ConfigError("auxiliary_coef: there is nothing to tell: name it in critic_obs", "policy")
+            raise ConfigError("auxiliary_coef: there is nothing to predict: name it in critic_obs", "policy")
         if checked.auxiliary_coef:
             parts |= {"auxiliary": nn.Linear(width, hidden), "auxiliary_coef": checked.auxiliary_coef}
         return cls(obs_space, action_space, device, critic=critic, **parts)

@@ -239,9 +239,9 @@ def dct_matrix(size: int) -> Tensor:
 
 def _leftmost(match: Tensor) -> Tensor:
     """Return the matches ``[batch, n]`` of pairs without overlaps: in a run of matches, every other one."""
-    place = torch.arange(match.shape[1], device=match.device).expand_as(match)
-    before = torch.where(match, -1, place).cummax(1).values
-    return match & ((place - before) % 2 == 1)
+    position = torch.arange(match.shape[1], device=match.device).expand_as(match)
+    before = torch.where(match, -1, position).cummax(1).values
+    return match & ((position - before) % 2 == 1)
 
 
 def _compact(tokens: Tensor) -> Tensor:

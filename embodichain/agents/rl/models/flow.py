@@ -200,7 +200,7 @@ class FlowHead(nn.Module):
         time = LATEST * (1.0 - drawn.pow(1.0 / self.cfg.timestep_alpha))
         noise = normal_like(target, generator)
         tau = time[..., None, None]
-        # Actions that do not count are noise, so that their labels are not told.
+        # Actions that do not count are plain noise, so that the model does not see their labels.
         noisy = torch.where(counts.unsqueeze(-1) > 0.0, tau * target + (1.0 - tau) * noise, noise)
         error = self.velocity(features, noisy, time) - (target - noise)
         loss = (error.square().mean(-1) * counts).sum(-1) / counts.sum(-1).clamp(min=1.0)

@@ -111,11 +111,11 @@ def policy_schemas(policy_block: Mapping[str, Any]) -> dict[tuple[str, ...], tup
     cfg_type = policy_cls.settings_type()
     if cfg_type is None:
         return {}
-    place = ("cfg",) if "cfg" in policy_block else ()
+    prefix = ("cfg",) if "cfg" in policy_block else ()
     schemas: dict[tuple[str, ...], tuple[type[Config], ...]] = {
-        (): (PolicyBlock,) if place else (PolicyBlock, cfg_type)
+        (): (PolicyBlock,) if prefix else (PolicyBlock, cfg_type)
     }
-    schemas |= {place: (cfg_type,)} if place else {}
+    schemas |= {prefix: (cfg_type,)} if prefix else {}
     for name in ("actor", "critic"):
         block = settings.get(name, {})
         if (
@@ -124,8 +124,8 @@ def policy_schemas(policy_block: Mapping[str, Any]) -> dict[tuple[str, ...], tup
             and isinstance(block, Mapping)
         ):
             is_direct = "network_cfg" not in block or block.keys() & NetworkCfg.__dataclass_fields__.keys()
-            schemas[(*place, name)] = (NetworkBlock, NetworkCfg) if is_direct else (NetworkBlock,)
-    return schemas | {(*place, *path): (kind,) for path, kind in policy_cls.settings_below(settings).items()}
+            schemas[(*prefix, name)] = (NetworkBlock, NetworkCfg) if is_direct else (NetworkBlock,)
+    return schemas | {(*prefix, *path): (kind,) for path, kind in policy_cls.settings_below(settings).items()}
 
 
 @contextmanager

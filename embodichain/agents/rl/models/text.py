@@ -58,8 +58,8 @@ class TextEncoder(nn.Module):
             word = begins.long().cumsum(-1) - 1
             followers = functional.embedding(functional.pad(code[..., 1:], (0, 1)), self.followers)
             pairs = functional.embedding(code, self.letters) * followers  # [..., length, word_dim]
-            place = torch.arange(self.max_words, device=text.device).unsqueeze(-1)
-            belongs = (word.unsqueeze(-2) == place).to(pairs)  # [..., max_words, length]
+            index = torch.arange(self.max_words, device=text.device).unsqueeze(-1)
+            belongs = (word.unsqueeze(-2) == index).to(pairs)  # [..., max_words, length]
             return (belongs @ pairs).flatten(-2)
 
 

@@ -266,8 +266,8 @@ class FastTokenHead(TokenHead):
         """
         batch, length = actions.shape[:2]
         counts = torch.ones(batch, length, dtype=torch.bool, device=actions.device) if valid is None else valid.bool()
-        place = torch.arange(length, device=actions.device).expand(batch, length)
-        source = F.pad(torch.where(counts, place, 0).cummax(1).values, (0, self.shape[0] - length))
+        position = torch.arange(length, device=actions.device).expand(batch, length)
+        source = F.pad(torch.where(counts, position, 0).cummax(1).values, (0, self.shape[0] - length))
         source[:, length:] = source[:, length - 1 : length]
         chunks = actions.gather(1, source.unsqueeze(-1).expand(batch, self.shape[0], self.shape[1]))
         tokens, number = self.tokenizer.encode(chunks)

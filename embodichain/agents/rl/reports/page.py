@@ -18,7 +18,7 @@ from markupsafe import Markup
 from embodichain import __version__
 from embodichain.agents.rl.reports import figures
 from embodichain.agents.rl.reports.series import ABSENT, Selection, Series, SweepResult, differences, select
-from embodichain.agents.rl.run_records import CONFIG_FILE, RunInfo, command_of, trust_words
+from embodichain.agents.rl.run_records import CONFIG_FILE, RunInfo, command_of, trust_flags
 from embodichain.errors import writing
 
 _MAIN = (
@@ -217,13 +217,13 @@ def _repeat_command(run: RunInfo) -> str:
     """Return the command that repeats a run from the config in its folder."""
     new = f"{run.path}_again"
     words = [command_of(run.config), str(run.path / CONFIG_FILE), "--trainer.run_dir", new]
-    return shlex.join(["embodichain", *words, *trust_words(run.record.trusted_modules)])
+    return shlex.join(["embodichain", *words, *trust_flags(run.record.trusted_modules)])
 
 
 def _best_command(sweep: SweepResult) -> str:
     best = sweep.group.get("best_config")
     trusted = map(str, sweep.group.get("trusted_modules", []))
-    return shlex.join(["embodichain", "train", str(sweep.path / best), *trust_words(trusted)]) if best else ""
+    return shlex.join(["embodichain", "train", str(sweep.path / best), *trust_flags(trusted)]) if best else ""
 
 
 def _number(value: float | None) -> str:

@@ -255,7 +255,7 @@ class Runner:
 
     def loop(self, step: Callable[[], bool]) -> None:
         """Call ``step`` repeatedly until it returns ``True``; a signal stops the jobs after they save a checkpoint."""
-        with StopSignals(aloud=False) as signals, self.console.status("") as status:
+        with StopSignals(announce=False) as signals, self.console.status("") as status:
             try:
                 while signals.received is None and not step():
                     status.update(self._status())
@@ -292,16 +292,15 @@ def describe(run: RunInfo) -> str:
     return f"{result}{success}, {run.step:,} steps"
 
 
-def train_seeds(request: GroupRequest, cfg: RunConfig | None = None, console: Console | None = None) -> int:
+def train_seeds(request: GroupRequest, cfg: RunConfig | None = None) -> int:
     """Train a config with several seeds, or resume that; return the exit code.
 
     ``cfg`` is the config of the request with its flags; by default, it is loaded as one of ``embodichain train``.
     """
-    console = console or MessageConsole()
     cfg = request.load("embodichain train") if cfg is None else cfg
     facts = {"seeds": list(request.seeds)}
     with shown_messages(), GroupFolder.opened("seeds", cfg, facts, request.overrides) as group:
-        runner = Runner(request.jobs, Launcher(request.jobs), console)
+        runner = Runner(request.jobs, Launcher(request.jobs), MessageConsole())
         waiting, problems = list(request.seeds), {}
         names = {group.job(seed, request, 0).name: seed for seed in request.seeds}
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from embodichain.agents.processes.ray_backend import PlacementCfg
 from embodichain.agents.rl.config import TrainCfg, override
 from embodichain.agents.rl.reports.page import write_report
-from embodichain.agents.rl.run_records import RunInfo, RunRecord, trust_words
+from embodichain.agents.rl.run_records import RunInfo, RunRecord, trust_flags
 from embodichain.agents.rl.sweeps.confirmation import Candidate, Confirmation, Confirmed
 from embodichain.agents.rl.sweeps.group import (
     DONE,
@@ -356,7 +356,7 @@ class Sweep:
         path = self.group.path
         if best is not None:
             self.runner.print(f"best: {self._described(best)}")
-            words = ["embodichain", "train", str(path / BEST_CONFIG), *trust_words(self.request.trusted_modules)]
+            words = ["embodichain", "train", str(path / BEST_CONFIG), *trust_flags(self.request.trusted_modules)]
             self.runner.print(f"train it: {shlex.join(words)}")
             self.runner.print(f"report: {write_report([path], path / REPORT)}")
         if self.runner.interrupted:

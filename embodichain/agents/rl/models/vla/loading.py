@@ -112,9 +112,9 @@ def save_vla_model(model: nn.Module, folder: PathLike) -> Path:
             else:
                 for file in sorted(partial.rglob("*"), reverse=True):
                     if file.is_file():
-                        place = target / file.relative_to(partial)
-                        place.parent.mkdir(parents=True, exist_ok=True)
-                        file.replace(place)
+                        destination = target / file.relative_to(partial)
+                        destination.parent.mkdir(parents=True, exist_ok=True)
+                        file.replace(destination)
         except Exception:
             if not target.exists() and former.exists():
                 former.rename(target)

@@ -4,7 +4,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import gymnasium as gym
 import torch
@@ -234,11 +234,6 @@ class VLAModel(nn.Module, ABC):
             "instruction_length": entries["instruction"].size if "instruction" in entries else 0,
             "action_dim": _action_dim(action_space, given.get("chunk_size")),
         }
-
-    @classmethod
-    def from_spaces(cls, obs_space: Space, action_space: Space, **settings: Any) -> Self:
-        """Build the model for the spaces of an environment."""
-        return cls(**cls.complete_config(settings, obs_space, action_space))
 
 
 def _required(part: Tensor | None, name: str) -> Tensor:

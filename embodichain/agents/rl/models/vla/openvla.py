@@ -46,7 +46,6 @@ _HEADS = {"vit_large_": 16, "vit_so400m_": 16, "vit_base_": 12}
 """Number of attention heads by prefix of timm's model name, as the weights do not show it."""
 _TOKENIZER = "tokenizer.json"
 _NEW_PARTS = ("head", "to_value")
-Statistics = dict[str, tuple[Any, ...]]
 
 
 @configclass

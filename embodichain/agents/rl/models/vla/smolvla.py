@@ -118,7 +118,7 @@ class SmolVLA(PretrainedVLA):
     def decode(self, obs: TensorDictBase) -> Decoded:
         tokens, valid = self._prefix(obs)
         batch, length = valid.shape
-        place = valid.long().cumsum(1) - 1
+        position = valid.long().cumsum(1) - 1
         allowed = valid.unsqueeze(1).repeat(1, length, 1)
         allowed[:, :-1, -1] = False  # the state comes last: it attends to everything, nothing attends to it
         keys, values, x = list[Tensor](), list[Tensor](), tokens
@@ -128,7 +128,7 @@ class SmolVLA(PretrainedVLA):
                 project(inputs).unflatten(-1, (-1, self.head_dim))
                 for project in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
-            query, key = rotate(query, place), rotate(key, place)
+            query, key = rotate(query, position), rotate(key, position)
             keys.append(key)
             values.append(value)
             repeats = query.shape[2] // key.shape[2]

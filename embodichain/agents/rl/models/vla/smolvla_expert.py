@@ -119,8 +119,8 @@ class ActionExpert(nn.Module):
         x = self.action_in_proj(actions)
         waves = _waves(time, x.shape[-1], self.periods).unsqueeze(-2).expand_as(x)
         x = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(torch.cat([x, waves], dim=-1))))
-        place = torch.arange(x.shape[2], device=x.device)
-        after_context = place + context["valid"].sum(1).view(-1, 1, 1)
+        position = torch.arange(x.shape[2], device=x.device)
+        after_context = position + context["valid"].sum(1).view(-1, 1, 1)
         for i, layer in enumerate(self.layers):
             attention, inputs = layer.self_attn, layer.input_layernorm(x)
             query = attention.q_proj(inputs).unflatten(-1, (-1, self.head_dim))
@@ -132,7 +132,7 @@ class ActionExpert(nn.Module):
                 )
                 own = (rotate(key, after_context), value)
             else:
-                query = rotate(query, place)
+                query = rotate(query, position)
             attended = _attend(query, context["keys"][:, i], context["values"][:, i], context["valid"], own)
             x = x + attention.o_proj(attended)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -165,11 +165,11 @@ def _waves(time: Tensor, width: int, periods: tuple[float, float]) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=-1).float()
 
 
-def rotate(x: Tensor, place: Tensor) -> Tensor:
-    """Apply rotary position embeddings to ``x`` ``[..., n, heads, head_dim]`` at positions ``place`` ``[..., n]``."""
+def rotate(x: Tensor, position: Tensor) -> Tensor:
+    """Apply rotary position embeddings to ``x`` ``[..., n, heads, head_dim]`` at the positions ``[..., n]``."""
     half = x.shape[-1] // 2
     wavelength = ROPE_BASE ** (torch.arange(half, dtype=torch.float32, device=x.device) / half)
-    angle = (place.float().unsqueeze(-1) / wavelength).unsqueeze(-2)
+    angle = (position.float().unsqueeze(-1) / wavelength).unsqueeze(-2)
     first, second = x.float().split(half, dim=-1)
     turned = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
     return torch.cat(turned, dim=-1).to(x.dtype)
