@@ -14,7 +14,7 @@ import mujoco
 
 from embodichain.envs.env_cfg import GymCfg, RobotCfg, mounted_cameras
 from embodichain.envs.fixtures import COLORS, add_fixture
-from embodichain.envs.model_files import ASSETS, check_finite, find_file, read_spec, take_settings
+from embodichain.envs.model_files import ASSETS, check_finite, find_file, mesh_centre, read_spec, take_settings
 from embodichain.envs.physics import Physics
 from embodichain.envs.postures import base_pose
 from embodichain.envs.randomization import prepare_spec
@@ -173,7 +173,7 @@ def _add_object(spec: mujoco.MjSpec, name: str, cfg: ObjectCfg) -> None:
     shape: dict[str, Any] = {"type": kind, "size": [*size, 0.0, 0.0][:3]}
     if cfg.file is not None:
         spec.add_mesh(name=f"{name}_mesh", file=str(find_file(cfg.file)), scale=[cfg.scale] * 3)
-        shape = {"type": kind, "meshname": f"{name}_mesh"}
+        shape = {"type": kind, "meshname": f"{name}_mesh", "pos": -cfg.scale * mesh_centre(cfg.file, f"{key}.file")}
     if not cfg.fixed:
         body.add_freejoint(name=name)
     rolls = cfg.shape in ("sphere", "cylinder", "capsule")  # rolling friction brings them to rest

@@ -61,7 +61,11 @@ def find_names(
             problems.append(f"{pattern!r} is no regular expression: {error}")
             continue
         usable = [index for index in matching if where[index]]
-        if not matching:
+        if not matching and not any(names):
+            problems.append(
+                f"{pattern!r} matches nothing: the model's {kind} have no names; leave this out for all of them"
+            )
+        elif not matching:
             problem = f"the scene has no body {pattern!r}" if kind == "body" else f"{pattern!r} matches nothing"
             problems.append(f"{problem}.{nearest(pattern, [name for name in names if name])}")
         elif not usable:
@@ -370,6 +374,8 @@ class ActuatorGains(EventTerm):
         shared: bool = False,
     ) -> None:
         super().__init__(world)
+        if kp == kd == (1.0, 1.0):
+            raise ConfigError(f"{world.key}.params: nothing varies; give a range of kp or kd")
         model = world.model
         affine = model.actuator_biastype == int(mujoco.mjtBias.mjBIAS_AFFINE)
         found = select(world, "actuators", actuators, affine, "that are position or velocity servos")

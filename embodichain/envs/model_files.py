@@ -1,4 +1,4 @@
-"""Model files: finds, parses and compiles MJCF and URDF, and says of a file that cannot be used what is wrong and where."""
+"""Model files: finds, parses and compiles MJCF and URDF, and says what is wrong with a file that cannot be used."""
 
 import importlib.util
 import re
@@ -106,17 +106,17 @@ def _read_urdf(path: Path, root: ElementTree.Element) -> mujoco.MjSpec:
             mesh.set("filename", str(found))
     for link in root.iter("link"):
         for visual in link.findall("visual"):
-            mesh = visual.find("geometry/mesh")
-            file = folder / mesh.get("filename", "") if mesh is not None else None
+            drawn = visual.find("geometry/mesh")
+            file = folder / drawn.get("filename", "") if drawn is not None else None
             if file is not None and not (file.suffix.lower() in _MESHES and file.is_file()):
                 link.remove(visual)
         for mesh in link.iter("mesh"):
             if (name := mesh.get("filename", "")).startswith(_PACKAGE):
                 package = name.removeprefix(_PACKAGE).split("/")[0]
                 raise AssetError(
-                    f"{path.name}: there is no {name}. The ROS package {package!r} is looked for as a folder of that name "
-                    f"that contains {path.name}, or is next to a folder that does; put the meshes there, or write their "
-                    f"paths relative to {path.name}"
+                    f"{path.name}: there is no {name}. The ROS package {package!r} is looked for as a folder of that "
+                    f"name that contains {path.name}, or is next to a folder that does; put the meshes there, or write "
+                    f"their paths relative to {path.name}"
                 )
     try:
         spec = mujoco.MjSpec.from_string(ElementTree.tostring(root, encoding="unicode"))
@@ -203,16 +203,23 @@ def compile_spec(spec: mujoco.MjSpec, file: Path) -> mujoco.MjModel:
     raise AssetError(f"{file} does not compile: its meshes have no volume")
 
 
-def check_mesh(file: str, key: str) -> None:
-    """Raise ``ConfigError`` if the mesh file at ``key`` of a config cannot be the shape of a body."""
+def mesh_centre(file: str, key: str) -> np.ndarray:
+    """Return the centre of the bounding box of a mesh file, in its own frame.
+
+    Raises ``ConfigError`` if the mesh file at ``key`` of a config cannot be the shape of a body.
+    """
     spec = mujoco.MjSpec()
     spec.add_mesh(name="mesh", file=str(find_file(file)))
     spec.worldbody.add_body().add_geom(type=mujoco.mjtGeom.mjGEOM_MESH, meshname="mesh", mass=1.0)
     try:
-        spec.compile()
+        model = spec.compile()
     except ValueError as error:
         reason = str(error).splitlines()[0].removeprefix("Error: ")
         raise ConfigError(f"{key}: expected a mesh (.obj, .stl or .msh), and {file} is none: {reason}") from error
+    turn = np.empty(9)
+    mujoco.mju_quat2Mat(turn, model.mesh_quat[0])  # MuJoCo stores vertices in the frame of the inertia
+    points = model.mesh_vert @ turn.reshape(3, 3).T + model.mesh_pos[0]
+    return 0.5 * (points.min(axis=0) + points.max(axis=0))
 
 
 def check_finite(model: mujoco.MjModel, what: str) -> None:

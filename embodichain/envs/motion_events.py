@@ -109,6 +109,10 @@ class Push(EventTerm):
         super().__init__(world)
         self._dof = int(world.model.body_dofadr[free_body(world, body)])
         given: dict[Any, Any] = velocity_range
+        if not given:
+            raise ConfigError(
+                f"{world.key}.params.velocity_range: expected a range of at least one of {', '.join(_AXES)}"
+            )
         self._ranges = [given.get(axis, (0.0, 0.0)) for axis in _AXES]
 
     def apply(self, rows: Rows, draw: Draw) -> None:
@@ -204,6 +208,8 @@ class ActionNoise(EventTerm):
         self, world: World, std: NotNegative = 0.0, uniform: Range = (0.0, 0.0), bias: Range = (0.0, 0.0)
     ) -> None:
         super().__init__(world)
+        if not std and uniform == bias == (0.0, 0.0):
+            raise ConfigError(f"{world.key}.params: nothing varies; give std, or a range of uniform or bias")
         self._std, self._uniform, self._bias = std, uniform, bias
         self._size = world.action_dim
         self.variables["bias"] = world.zeros(world.action_dim)

@@ -21,7 +21,7 @@ from embodichain.envs.env_cfg import EnvCfg, EventsCfg, GymCfg, ObservationsCfg,
 from embodichain.envs.gl_backend import choose_backend
 from embodichain.envs.gymnasium_env import make_gymnasium
 from embodichain.envs.gymnasium_env.construct import resolve_spec
-from embodichain.envs.model_files import check_mesh, find_file
+from embodichain.envs.model_files import find_file, mesh_centre
 from embodichain.envs.multi_task import MULTI_TASK, make_multi_task
 from embodichain.envs.physics.mujoco_cpu import MujocoCpuPhysics
 from embodichain.envs.publishing import publish_if_asked
@@ -418,7 +418,7 @@ def _naming_meshes(cfg: GymCfg) -> Iterator[None]:
     except AssetError:
         for name, thing in cfg.env.scene.objects.items():
             if thing is not None and thing.file is not None:
-                check_mesh(thing.file, f"env.scene.objects.{name}.file")
+                mesh_centre(thing.file, f"env.scene.objects.{name}.file")
         raise
 
 

@@ -398,10 +398,10 @@ def camera_names(model: mujoco.MjModel) -> list[str]:
     return [model.camera(i).name for i in range(model.ncam)]
 
 
-def _camera_id(model: mujoco.MjModel, name: str) -> int:
+def _camera_id(model: mujoco.MjModel, name: str, key: str = "") -> int:
     names = camera_names(model)
     if name not in names:
-        raise UnknownNameError(f"the model has no camera {name!r}.{nearest(name, names)}")
+        raise UnknownNameError(f"{key}the model has no camera {name!r}.{nearest(name, names)}")
     return names.index(name)
 
 
@@ -442,7 +442,7 @@ def mount_cameras(spec: mujoco.MjSpec, cfgs: Sequence[CameraCfg]) -> mujoco.MjMo
             own = {"pos": cfg.pos, "quat": looking(cfg.pos, cfg.lookat), "fovy": cfg.fovy or _FOVY}
             spec.worldbody.add_camera(name=mounted_name(cfg), **own)
             continue
-        camera = model.camera(_camera_id(model, cfg.attach or cfg.name))
+        camera = model.camera(_camera_id(model, cfg.attach or cfg.name, "env.observations.cameras: "))
         source = next(view for view in spec.cameras if view.name == camera.name)
         own = {"pos": camera.pos.copy(), "quat": camera.quat.copy(), "fovy": cfg.fovy or float(camera.fovy[0])}
         copied = ("mode", "targetbody", "proj") if cfg.fovy else ("mode", "targetbody", "proj", *_INTRINSICS)

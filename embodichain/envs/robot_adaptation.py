@@ -487,7 +487,9 @@ class _Adaptation:
     def _add_sites(self, arms: list[ArmParts]) -> None:
         for parts in arms:
             if parts.site_body is not None:
-                self.spec.body(parts.site_body).add_site(name=parts.site, pos=parts.site_pos, size=[0.006, 0, 0], group=4)
+                self.spec.body(parts.site_body).add_site(
+                    name=parts.site, pos=parts.site_pos, size=[0.006, 0, 0], group=4
+                )
 
     def _drives(self, model: mujoco.MjModel, spec: ArmSpec) -> list[str]:
         grip = spec.grip.actuators if spec.grip else []

@@ -39,6 +39,7 @@ _SECONDS = 1.0
 _GOOD = 0.1  # maximum remaining error, as a fraction of the displacement
 _DIVERGED = (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
 _BENT = 0.35  # distance of a suggested posture from the limits, as a fraction of a joint's range
+_FILE_KINDS = ("urdf", "mjcf", "xml")  # folders that are named by what they contain, not by the robot
 _POSES = 64  # number of postures in which kinematics are compared
 
 _GROUND = """<mujoco><option timestep="0.004" integrator="implicitfast"/>
@@ -103,7 +104,9 @@ def robot_config(name: str) -> RobotCfg:
             f"expected the path of an MJCF or URDF file or a registered robot, got {name!r}.{nearest(name, ROBOTS)} "
             + from_own_module("robot")
         )
-    return RobotCfg(uid=Path(name).parent.name or "robot", mjcf=as_written(name))
+    folder = Path(name).parent.name
+    uid = Path(name).stem if folder in _FILE_KINDS else folder
+    return RobotCfg(uid=uid or "robot", mjcf=as_written(name))
 
 
 def as_written(name: str) -> str:

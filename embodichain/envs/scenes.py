@@ -54,12 +54,6 @@ def rest_height(model: mujoco.MjModel, body: str) -> float:
     return _extent(model, body, 2, -1.0)
 
 
-def middle(model: mujoco.MjModel, body: str) -> tuple[float, float]:
-    """Return x and y of a body's centre relative to its origin, at its default orientation."""
-    x, y = (0.5 * (_extent(model, body, axis, 1.0) - _extent(model, body, axis, -1.0)) for axis in (0, 1))
-    return x, y
-
-
 def _extent(model: mujoco.MjModel, body: str, axis: int, sign: float) -> float:
     """Return the extent of a body from its origin along a world axis, or against it (``sign`` -1)."""
     number = model.body(body).id
@@ -86,8 +80,6 @@ class _Placed:
     quat: tuple[float, ...]
     """Orientation before its yaw."""
     min_distance: float
-    middle: tuple[float, float]
-    """x and y of a mesh's centre relative to its origin, before its yaw."""
     qpos: int
     """Address of its free joint in ``qpos``; -1 for a mocap body."""
 
@@ -146,9 +138,6 @@ class PlacedScene:
             spot = _first_free(spots, taken, placed.min_distance) if placed.tries > 1 else spots[:, 0]
             taken.append(spot)
             height, yaw = part[:, -2:-1] + placed.rest, part[:, -1]
-            if placed.middle != (0.0, 0.0):
-                (x, y), c, s = placed.middle, torch.cos(yaw), torch.sin(yaw)
-                spot = spot - torch.stack((c * x - s * y, s * x + c * y), dim=1)
             pose = torch.cat((spot, height, about_vertical(yaw, turned)), dim=1)
             if placed.qpos >= 0:
                 start.qpos[:, placed.qpos : placed.qpos + 7] = pose
@@ -205,9 +194,8 @@ def _place(model: mujoco.MjModel, name: str, thing: Thing) -> _Placed:
     area = _area(thing) or PoseRangeCfg()
     rest = rest_height(model, name) if isinstance(thing, ObjectCfg) or _address(model, name)[0] >= 0 else 0.0
     quat = tuple(turned(thing)) if isinstance(thing, ObjectCfg) else (1.0, 0.0, 0.0, 0.0)
-    away = middle(model, name) if isinstance(thing, ObjectCfg) and thing.shape == "mesh" else (0.0, 0.0)
     distance = float(getattr(thing, "min_distance", 0.0))
-    return _Placed(name, area, rest, quat, distance, away, _address(model, name)[0])
+    return _Placed(name, area, rest, quat, distance, _address(model, name)[0])
 
 
 def _address(model: mujoco.MjModel, body: str) -> tuple[int, int]:

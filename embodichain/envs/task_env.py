@@ -133,9 +133,9 @@ class TaskEnv(VecEnv):
         solved = self.task.success(Measurements(self._measurements()))
         action = torch.zeros(self.num_envs, self.action_manager.action_dim, device=self.device)
         last = {LAST_ACTION: action} if self._uses_last_action else {}
-        self._terms.check({**self._measurements(), **last})
+        self._terms.check(Measurements({**self._measurements(), **last}))
         added = last if solved is None else {**last, "success": solved.float()}  # by a step, before it is scored
-        scene = {**self._measurements(), **added}
+        scene = Measurements({**self._measurements(), **added})
         self.task.failed(Measurements(scene))
         self._scoring.terms.check(scene, action)
 

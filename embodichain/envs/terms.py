@@ -29,7 +29,8 @@ from torch import Tensor
 from embodichain.config.classes import Config, NotNegative, Positive, configclass
 from embodichain.envs.env_cfg import ObservationTermCfg, RewardTermCfg
 from embodichain.envs.kinematics import dot, length, mean_square
-from embodichain.envs.task import Scene, Task
+from embodichain.envs.scene_cfg import OBSERVED_AS
+from embodichain.envs.task import Measurements, Scene, Task
 from embodichain.envs.task_contract import blamed_on, is_same_code, wrong_number, wrong_rows
 from embodichain.errors import ConfigError, nearest
 
@@ -220,7 +221,7 @@ class RewardTerms:
 
         def first(task: Task, scene: Scene, action: Tensor) -> Tensor:
             with blamed_on(who):
-                value = term(task, scene, action)
+                value = term(task, Measurements(scene), action)
             wrong = wrong_number(value, len(action))
             if wrong is not None:
                 raise ConfigError(f"env.rewards.terms.{name}: {wrong} of {func!r}")
@@ -262,6 +263,13 @@ class ObservationTerms:
             wrong = wrong_rows(value, self._task.physics.num_envs)
             if wrong is not None:
                 problems.append(f"{key}: {wrong} of {self._functions[path]!r}")
+                continue
+            group = path.split("/")[0]
+            if group in OBSERVED_AS.values() and value.dim() < 3:
+                problems.append(
+                    f"{key}: {group!r} is the group of images [num_envs, height, width, ...], and "
+                    f"{self._functions[path]!r} returns {list(value.shape)}; choose another name"
+                )
         if problems:
             raise ConfigError(problems)
 

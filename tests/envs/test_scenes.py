@@ -144,6 +144,8 @@ def test_a_mesh_is_an_object_that_lies_on_the_table(tmp_path):
         geom = model.geom("tetra")
         points = model.mesh_vert @ data.geom("tetra").xmat.reshape(3, 3).T + data.geom("tetra").xpos
         assert abs(points[:, 2].min()) < 2e-3
+        middle = 0.5 * (points.min(axis=0) + points.max(axis=0))  # it stands upright, turned by 0: the file's own box
+        np.testing.assert_allclose(after["tetra", "pos"][0].numpy(), middle, atol=2e-3)
         assert int(geom.type[0]) == int(mujoco.mjtGeom.mjGEOM_MESH)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from embodichain.envs import terms
 from embodichain.envs.registration import load_gym_config, make
+from embodichain.envs.task import UnknownQuantityError
 from embodichain.errors import ConfigError
 
 SCENE = {
@@ -153,6 +154,30 @@ def test_unknown_quantities_of_all_observation_terms_are_one_error():
         caught.value
     )
     assert "env.observations.terms.q.params.name: the task measures no 'qpo'. Did you mean 'qpos'" in str(caught.value)
+
+
+def test_own_functions_that_read_an_unknown_quantity_get_the_names_of_all():
+    """A reward may read what exists after the first step only, so its error comes then."""
+    terms.register_reward("test_misspelt")(lambda task, scene, action: scene["ee_poss"][:, 2])
+    terms.register_observation("test_misspelt")(lambda task, scene: scene["ee_poss"])
+    message = r"scene\['ee_poss'\]: nothing of that name is measured\. Did you mean 'ee_pos'\? Valid: .*to_goal"
+    with pytest.raises(UnknownQuantityError, match=message):
+        make({"id": "ReachRL", "env": {"observations": {"terms": {"own": {"func": "test_misspelt"}}}}})
+    with (
+        make({"id": "ReachRL", "env": {"rewards": {"terms": {"own": {"func": "test_misspelt"}}}}}) as env,
+        pytest.raises(UnknownQuantityError, match=message),
+    ):
+        env.step(env.expert_action())
+
+
+@pytest.mark.parametrize("group", ["image", "depth", "segmentation"])
+def test_groups_of_images_take_no_vectors(group):
+    own = {f"{group}/x": {"func": "position", "params": {"of": "ee"}}}
+    message = (
+        rf"env\.observations\.terms\.{group}/x: '{group}' is the group of images .* returns \[1, 3\]; choose another"
+    )
+    with pytest.raises(ConfigError, match=message):
+        make({"id": "ReachRL", "env": {"observations": {"terms": own}}})
 
 
 def test_ones_own_functions_are_registered_by_name():

@@ -128,7 +128,10 @@ def test_lights_and_textures_change_the_table() -> None:
         (COLOR | {"params": {"color": {}}}, r"params\.color: expected a range"),
         (COLOR | {"params": {"color": {"r": [0, 1]}, "bodies": "cub"}}, "Did you mean 'cube'"),
         (TEXTURE | {"params": {"textures": ["chequer"]}}, "textures"),
-        (LIGHTS | {"params": {"lights": "sun", "off": 0.5}}, "'sun' matches nothing"),
+        (
+            LIGHTS | {"params": {"lights": "sun", "off": 0.5}},
+            "'sun' matches nothing: the model's lights have no names; leave this out",
+        ),
         (LIGHTS | {"params": {}}, "expected pos, tilt, diffuse, ambient or off"),
         (LIGHTS | {"params": {"ambient": [0.0, 2.0]}}, r"expected light in \[0, 1\]"),
         (POSE | {"params": {}}, "expected pos or rot"),
