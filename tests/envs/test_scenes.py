@@ -1,7 +1,10 @@
 """Scenes by config: what is built, where it is placed, what is measured, and what is wrong with a config."""
 
+import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 
 import gymnasium as gym
 import mujoco
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodichain.envs import registration
+from embodichain.envs import registration, scene_cfg
 from embodichain.envs.env_cfg import GoalCfg, GymCfg, ObjectCfg, PoseRangeCfg, SceneCfg, ViewCfg
 from embodichain.envs.fixtures import BinCfg, ButtonsCfg, PegCfg
 from embodichain.envs.registration import load_gym_config, make, register_task
@@ -242,3 +245,37 @@ def test_ranges_of_a_scene_may_follow_a_curriculum():
         for _ in range(15):
             obs = env.step(torch.zeros(1, 4))[0]
         assert float(obs["cube", "pos"][0, 0]) == pytest.approx(0.6)
+
+
+def test_the_guide_has_every_setting_of_a_scene_with_its_default():
+    def shown(value) -> str | None:
+        if isinstance(value, tuple):
+            return f"[{', '.join(str(shown(entry)) for entry in value)}]"
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, int | float):
+            return f"{value:g}"
+        return value if isinstance(value, str) else None
+
+    common = {field.name for field in dataclasses.fields(scene_cfg.FixtureCfg)}
+    classes = {"objects": ObjectCfg, "goals": scene_cfg.GoalCfg, "cameras": scene_cfg.ViewCfg}
+    classes |= {"fixtures": scene_cfg.FixtureCfg, **scene_cfg._KINDS}
+    text = (Path(__file__).parents[2] / "docs" / "own_task.md").read_text()
+    table = text.partition("| in `env.scene` |")[2].partition("\n\n")[0].splitlines()[2:]
+    found = {}
+    for row in table:
+        name, settings = re.findall(r"`(\w+)`", row.split("|")[1])[-1], row.split("|")[2]
+        found[name] = {key: value or None for key, value in re.findall(r"`(\w+)`(?: \(([^)]*)\))?", settings)}
+    expected = {}
+    for name, cls in classes.items():
+        inherited = (
+            common | {"kind"} if name not in ("fixtures", "peg") and cls in scene_cfg._KINDS.values() else {"kind"}
+        )
+        own = {field.name: field for field in dataclasses.fields(cls) if field.name not in inherited}
+        expected[name] = {
+            key: shown(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
+            for key, field in own.items()
+        }
+    for name in expected:
+        given = {key: value for key, value in found[name].items() if key not in ("fixtures", "kind")}
+        assert given == expected[name], name
