@@ -239,30 +239,36 @@ def build_trainer(
         processes=processes,
         timeouts=(settings.collector.start_timeout, settings.collector.step_timeout),
     )
-    with ranks.together("building"):
-        env = maker()
-        policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
-        if settings.init_from is not None and resumed is None:
-            load_initial_weights(settings.init_from, policy)
-            if ranks.is_first:
-                warn_about_clone(given, policy)
-        env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
-        algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
-        if algorithm.teacher_source is not None:
-            teacher = _previous_teacher(cfg, resumed, trusted_modules) or load_teacher(
-                algorithm.teacher_source, settings.device, trusted_modules
-            )
-            algorithm.teach(teacher, env, _actions(settings.environment))
-            _LOG.info("learning from %s", teacher.source)
-        eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
-        check_rollouts_fit(settings, env, policy)
-    if ranks.is_first and not resumed:
-        log_run_size(settings, ranks.count, policy.chunk_size)
-    if ranks.is_first and algorithm.start_rollout is not None:
-        warn_about_length(settings.buffer_size, env.max_episode_steps, type(algorithm).__name__)
-    algorithm.join(ranks)
-    collector = build_collector(settings, env, maker, algorithm)
-    return Trainer(given, env, algorithm, collector, folder, eval_env, console)
+    with ExitStack() as undo:  # if something fails
+        with ranks.together("building"):
+            env = maker()
+            undo.callback(env.close)
+            policy = build_policy(cfg.policy, env.observation_space, env.action_space, torch.device(settings.device))
+            if settings.init_from is not None and resumed is None:
+                load_initial_weights(settings.init_from, policy)
+                if ranks.is_first:
+                    warn_about_clone(given, policy)
+            env, maker = in_chunks(env, policy.chunk_size), replace(maker, chunk_size=policy.chunk_size)
+            algorithm = build_algo(cfg.algorithm.name, algorithm_settings(cfg), policy)
+            if algorithm.teacher_source is not None:
+                teacher = _previous_teacher(cfg, resumed, trusted_modules) or load_teacher(
+                    algorithm.teacher_source, settings.device, trusted_modules
+                )
+                algorithm.teach(teacher, env, _actions(settings.environment))
+                _LOG.info("learning from %s", teacher.source)
+            eval_env = make_eval_env(cfg, trusted_modules) if settings.enable_eval and ranks.is_first else None
+            if eval_env is not None:
+                undo.callback(eval_env.close)
+            check_rollouts_fit(settings, env, policy)
+        if ranks.is_first and not resumed:
+            log_run_size(settings, ranks.count, policy.chunk_size)
+        if ranks.is_first and algorithm.start_rollout is not None:
+            warn_about_length(settings.buffer_size, env.max_episode_steps, type(algorithm).__name__)
+        algorithm.join(ranks)
+        collector = build_collector(settings, env, maker, algorithm)
+        trainer = Trainer(given, env, algorithm, collector, folder, eval_env, console)
+        undo.pop_all()
+        return trainer
 
 
 def load_initial_weights(source: str, policy: Policy) -> None:

@@ -19,6 +19,7 @@ from embodichain.agents.rl.train import main, make_eval_env, parse_args, report,
 from embodichain.agents.rl.trainer import TrainingResult
 from embodichain.cli.main import main as command_line
 from embodichain.config import load_config
+from embodichain.envs.task_env import TaskEnv
 from embodichain.errors import ConfigError, TrustedModuleError, UnknownNameError, UntrustedModuleError
 from embodichain.extras import check_trusted, import_trusted
 from tests.agents.rl.training_cases import train_config, write_config
@@ -315,3 +316,14 @@ def test_module_that_fails_is_not_half_imported(tmp_path):
     ):
         import_trusted(["mine_d"], [tmp_path])
     assert "mine_d" not in sys.modules
+
+
+def test_environments_are_closed_when_a_run_cannot_be_built(tmp_path, monkeypatch):
+    closed = []
+    close = TaskEnv.close
+    monkeypatch.setattr(TaskEnv, "close", lambda env: (closed.append(env.num_envs), close(env)))
+    overrides = ["--trainer.num_envs", "256", "--trainer.num_eval_envs", "2", "--trainer.buffer_size", str(2**24)]
+    with pytest.raises(ConfigError, match="buffer_size") as caught:
+        train_from_config("CartPoleRL", [*overrides, "--trainer.run_dir", str(tmp_path / "run")])
+    assert caught.tb is not None  # whoever keeps the traceback keeps the frames
+    assert sorted(closed) == [2, 256]
