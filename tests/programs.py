@@ -32,6 +32,8 @@ from typing import IO, Any
 
 PRELOADED = ("torch", "tensordict", "torch._dynamo", "torch.distributed", "gymnasium", "pydantic", "tyro", "rich")
 _STATUS, _RUNNING = struct.Struct("ii"), 1 << 20
+_DOOR = b"door"
+"""What is said about a socket at which others than this process will ask."""
 _FORKS, _CONTROL = "TESTS_PROGRAMS_FORKS", 3
 """Variable and descriptor through which a program that was forked has others forked by the same process."""
 
@@ -189,6 +191,17 @@ def fork_ranks() -> None:
     SubprocessHandler._popen = popen
 
 
+def fork_at(path: Path) -> None:
+    """Fork for everybody who asks at ``path``, a socket, as ``tests/scale/forked_worker.py`` does.
+
+    No thread of this process has a part in it: while Ray connects with a cluster, none can run.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(str(path))
+        door.listen(16)
+        _request(_DOOR, [door.fileno()])
+
+
 def _copy(pipe: IO[str], out: int) -> None:
     for line in pipe:
         os.write(out, line.encode())
@@ -239,6 +252,7 @@ def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str], bool
     signal.set_wakeup_fd(write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: dict[int, int] = {}
+    doors: dict[int, socket.socket] = {}
     events = select.poll()
     for descriptor in (control.fileno(), wake):
         events.register(descriptor, select.POLLIN)
@@ -251,26 +265,36 @@ def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str], bool
                 with contextlib.suppress(BrokenPipeError):  # nobody wants to know
                     os.write(status, _STATUS.pack(ended[0], os.waitstatus_to_exitcode(ended[1])))
                 os.close(status)
-        if control.fileno() not in ready:
+        if not (asking := ready - {wake}):
             continue
-        message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
-        if not message:
+        guest = doors[asked].accept()[0] if (asked := asking.pop()) in doors else control.dup()
+        with guest:
+            message, descriptors, _, _ = socket.recv_fds(guest, 1 << 20, 4)
+        if not message and asked not in doors:
             os._exit(0)
-        stdout, stderr, status, requests = descriptors
+        if message == _DOOR:
+            door, requests = descriptors
+            doors[door] = socket.socket(fileno=door)
+            events.register(door, select.POLLIN)
+            os.close(requests)
+        if message in (b"", _DOOR):
+            continue
+        stdout, stderr, status, *requests = descriptors
         if (pid := os.fork()) == 0:
             signal.set_wakeup_fd(-1)
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
-            control.detach()
+            for inherited in (control, *doors.values()):
+                inherited.detach()
             words, cwd, env, new_session = json.loads(message)
             kept = _CONTROL if _FORKS in env else _CONTROL - 1
             if _FORKS in env:
-                os.dup2(requests, _CONTROL, inheritable=False)
+                os.dup2(requests[0], _CONTROL, inheritable=False)
             os.closerange(kept + 1, 1 << 12)
             return words, cwd, env, new_session
         os.write(status, _STATUS.pack(pid, _RUNNING))
         running[pid] = status
-        for descriptor in (stdout, stderr, requests):
+        for descriptor in (stdout, stderr, *requests):
             os.close(descriptor)
 
 

@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program, start_program
+from tests.programs import fork_at, run_program, start_program
 
 TELL = """
 import json, os, sys
@@ -55,3 +56,15 @@ def test_random_numbers_are_its_own():
     code = "import random, numpy; print(random.random(), numpy.random.rand())"
     first, second = (run_program("-c", code).stdout.split() for _ in range(2))
     assert not set(first) & set(second)
+
+
+def test_a_node_of_ray_has_its_workers_forked(tmp_path):
+    fork_at(tmp_path / "forks")
+    script = Path(__file__).parent / "scale" / "forked_worker.py"
+    code = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ONLY'], os.getpgid(0) == os.getpid()]))"
+    environment = {**os.environ, "TESTS_FORKED_AT": str(tmp_path / "forks"), "ONLY": "here"}
+    for end, expected in (("", 0), ("; sys.exit(7)", 7)):
+        command = [sys.executable, script, "-c", code + end, "a b", "--language=PYTHON"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == expected, done.stderr
+        assert json.loads(done.stdout) == [["a b"], "here", True]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from embodichain.extras import available
+from tests.programs import fork_at
 
 for folder in (Path(__file__).parents[1], Path(__file__).parent):
     if str(folder) not in sys.path:
@@ -25,7 +26,7 @@ os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), R
 class TwoNodes:
     """A head that stays, with room for one worker, and nodes that come and go, with room for one more each."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         from ray.cluster_utils import Cluster
 
         quick = {
@@ -34,6 +35,8 @@ class TwoNodes:
             "health_check_timeout_ms": 10_000,
             "health_check_failure_threshold": 4,
         }
+        fork_at(folder / "forks")
+        os.environ["TESTS_FORKED_AT"] = str(folder / "forks")
         head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
         self._cluster = Cluster(initialize_head=True, head_node_args=head | self._node())
         self.address: str = self._cluster.address
@@ -54,14 +57,16 @@ class TwoNodes:
         self._cluster.shutdown()
 
     def _node(self) -> dict[str, Any]:
-        return {"node_ip_address": "127.0.0.1", "object_store_memory": _STORE_BYTES}
+        # A worker of Ray's own imports torch anew, which takes ten times the CPU time of most of these tests.
+        forked = {"setup_worker_path": str(Path(__file__).with_name("forked_worker.py"))}
+        return {"node_ip_address": "127.0.0.1", "object_store_memory": _STORE_BYTES} | forked
 
 
 @pytest.fixture(scope="session")
-def two_nodes() -> Iterator[TwoNodes]:
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
     if not available("ray"):
         pytest.skip("Ray is not installed (extra ray)")
-    nodes = TwoNodes()
+    nodes = TwoNodes(tmp_path_factory.mktemp("cluster"))
     yield nodes
     nodes.close()
 
