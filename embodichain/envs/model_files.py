@@ -4,6 +4,7 @@ import importlib.util
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from urllib.parse import unquote
 
 import mujoco
 import numpy as np
@@ -30,6 +31,8 @@ _ELEMENTS = {
 """Elements of a model by the first word of the names of their arrays."""
 _MESHES = (".stl", ".obj", ".msh")
 """Mesh files that MuJoCo reads."""
+_UNREADABLE = (ElementTree.ParseError, OSError, ValueError, LookupError)
+"""Errors of Python's parser: no XML, no file, or an encoding that it does not know."""
 _HIDDEN_GROUP = 3
 """Group of geoms that are not drawn by default."""
 _COUNTS = {"body": "nbody", "joint": "njnt", "camera": "ncam", "actuator": "nu", "equality": "neq"}
@@ -82,7 +85,7 @@ def _urdf(path: Path) -> ElementTree.Element | None:
     """Return the root of a URDF file, ``None`` for others."""
     try:
         root = ElementTree.parse(path).getroot()
-    except (ElementTree.ParseError, OSError):
+    except _UNREADABLE:  # MuJoCo's own parser accepts more
         return None
     return root if root.tag == "robot" else None
 
@@ -101,14 +104,14 @@ def _read_urdf(path: Path, root: ElementTree.Element) -> mujoco.MjSpec:
         compiler.set(name, compiler.get(name, "false"))
     folder = path.parent / compiler.get("meshdir", "")
     for mesh in root.iter("mesh"):
-        found = _ros_file(mesh.get("filename", ""), path)
-        if found is not None:
-            mesh.set("filename", str(found))
+        name = mesh.get("filename", "")
+        found = Path(name).name if compiler.get("strippath") == "true" else _ros_file(name, path)
+        mesh.set("filename", name if found is None else str(found))
     for link in root.iter("link"):
         for visual in link.findall("visual"):
-            drawn = visual.find("geometry/mesh")
-            file = folder / drawn.get("filename", "") if drawn is not None else None
-            if file is not None and not (file.suffix.lower() in _MESHES and file.is_file()):
+            shape = visual.find("geometry")
+            drawn = None if shape is None else shape.find("mesh")
+            if shape is None or (drawn is not None and not _is_mesh(folder / drawn.get("filename", ""))):
                 link.remove(visual)
         for mesh in link.iter("mesh"):
             if (name := mesh.get("filename", "")).startswith(_PACKAGE):
@@ -130,13 +133,34 @@ def _read_urdf(path: Path, root: ElementTree.Element) -> mujoco.MjSpec:
     return spec
 
 
+def _is_mesh(file: Path) -> bool:
+    """Return whether MuJoCo can read a mesh file, if only as a surface."""
+    if not (file.suffix.lower() in _MESHES and file.is_file()):
+        return False
+    try:
+        _mesh_model(file)
+    except ValueError:
+        return False
+    return True
+
+
+def _mesh_model(
+    file: Path, inertia: mujoco.mjtMeshInertia = mujoco.mjtMeshInertia.mjMESH_INERTIA_SHELL
+) -> mujoco.MjModel:
+    """Return a model of one body of the shape of a mesh file; ``ValueError`` if the file cannot be that."""
+    spec = mujoco.MjSpec()
+    spec.add_mesh(name="mesh", file=str(file), inertia=inertia)
+    spec.worldbody.add_body().add_geom(type=mujoco.mjtGeom.mjGEOM_MESH, meshname="mesh", mass=1.0)
+    return spec.compile()
+
+
 def _ros_file(name: str, file: Path) -> Path | None:
     """Return the path of a mesh that a URDF file names by ROS package or as ``file://``, ``None`` if there is none.
 
     A package is a folder of its name that contains the file, or that is next to a folder that does.
     """
     if name.startswith("file://"):
-        return Path(name.removeprefix("file://"))
+        return Path(unquote(name.removeprefix("file://").removeprefix("localhost")))
     if not name.startswith(_PACKAGE):
         return None
     package, _, inside = name.removeprefix(_PACKAGE).partition("/")
@@ -166,7 +190,7 @@ def _states_or_needs_degrees(path: Path) -> bool:
     2 pi."""
     try:
         root = ElementTree.parse(path).getroot()
-    except ElementTree.ParseError:  # MuJoCo's own parser accepts more
+    except _UNREADABLE:
         return True
     turns = [element.get("euler", "").split() for element in root.iter()]
     turns += [element.get("axisangle", "").split()[3:] for element in root.iter()]
@@ -208,11 +232,8 @@ def mesh_centre(file: str, key: str) -> np.ndarray:
 
     Raises ``ConfigError`` if the mesh file at ``key`` of a config cannot be the shape of a body.
     """
-    spec = mujoco.MjSpec()
-    spec.add_mesh(name="mesh", file=str(find_file(file)))
-    spec.worldbody.add_body().add_geom(type=mujoco.mjtGeom.mjGEOM_MESH, meshname="mesh", mass=1.0)
     try:
-        model = spec.compile()
+        model = _mesh_model(find_file(file), mujoco.mjtMeshInertia.mjMESH_INERTIA_LEGACY)
     except ValueError as error:
         reason = str(error).splitlines()[0].removeprefix("Error: ")
         raise ConfigError(f"{key}: expected a mesh (.obj, .stl or .msh), and {file} is none: {reason}") from error
@@ -257,7 +278,7 @@ def _explained(path: Path, error: str) -> str:
     if "XML parse error" in error:
         try:
             ElementTree.parse(path)
-        except ElementTree.ParseError as problem:
+        except _UNREADABLE as problem:
             return f"it is no XML ({problem})"
     where = f" (looked in {path.parent})" if "Error opening file" in error else ""
     return error.strip().replace("\n", "; ") + where

@@ -105,7 +105,7 @@ def robot_config(name: str) -> RobotCfg:
             + from_own_module("robot")
         )
     folder = Path(name).parent.name
-    uid = Path(name).stem if folder in _FILE_KINDS else folder
+    uid = Path(name).stem if folder.lower() in _FILE_KINDS else folder
     return RobotCfg(uid=uid or "robot", mjcf=as_written(name))
 
 
@@ -129,10 +129,10 @@ def suggest(cfg: RobotCfg) -> tuple[RobotCfg, list[str]]:
         return cfg, []
     ends = find_chains(model)
     if len(ends) > 1 and not cfg.joints and cfg.tool_site is None:
-        named = {_arm_name(model, end, i): _last_body(model, end) for i, end in enumerate(ends)}
         needs.append(f"the model has {len(ends)} arms: each is named under arms")
-        cfg = cfg.replace(arms={name: ArmCfg(tool_site=site) for name, site in named.items()})
         chains = [path_joints(model, end) for end in ends]
+        named = {_arm_name(model, end, i): _arm_cfg(model, end, chains[i]) for i, end in enumerate(ends)}
+        cfg = cfg.replace(arms=named)
     elif cfg.joints:
         chains = [[model.joint(name).id for name in cfg.joints if name in _joint_names(model)]]
     else:
@@ -164,10 +164,12 @@ def _arm_name(model: mujoco.MjModel, end: int, index: int) -> str:
     return next((side for side in ("left", "right") if side in text), f"arm_{index + 1}")
 
 
-def _last_body(model: mujoco.MjModel, end: int) -> str:
-    """Return the last body fixed to an arm's last link."""
-    rigid = [b for b in below(model, end) if path_joints(model, b) == path_joints(model, end)]
-    return model.body(rigid[-1]).name
+def _arm_cfg(model: mujoco.MjModel, end: int, chain: list[int]) -> ArmCfg:
+    """Return the config of an arm: by its joints if it has a hand, else by the last body fixed to its last link."""
+    rigid = [b for b in below(model, end) if path_joints(model, b) == chain]
+    if len(rigid) < len(list(below(model, end))):
+        return ArmCfg(joints=[model.joint(joint).name for joint in chain if moves(model, joint)])
+    return ArmCfg(tool_site=model.body(rigid[-1]).name)
 
 
 def check_robot(cfg: RobotCfg, frame: Frame | None = None) -> RobotReport:

@@ -291,7 +291,8 @@ def _find_tool(model: mujoco.MjModel, cfg: ArmCfg, key: str, parts: ArmParts, la
         parts.site = model.site(min(sites, key=lambda s: _rank(model.site(s).name))).name
         return
     leaves = [b for b in rigid if not any(int(model.body_parentid[c]) == b for c in rigid)]
-    if len(leaves) > 1:
+    leaves.sort(key=lambda b: _rank(model.body(b).name))
+    if len(leaves) > 1 and _rank(model.body(leaves[0]).name)[0] == len(_TOOL_WORDS):
         raise ConfigError(
             f"{key}.tool_site: the model has no site at the end of the arm. Name the site or body that is the tool: "
             f"bodies there are {_listed([model.body(b).name for b in rigid])}; sites of the model: "
@@ -389,8 +390,13 @@ def _find_axis(model: mujoco.MjModel, data: mujoco.MjData, cfg: ArmCfg, parts: A
 
 
 def _between_fingers(model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts) -> tuple[float, float, float]:
-    """Return the point between the tips of the fingers, in the frame of the hand; its origin without two fingers."""
-    position, rotation, _ = site_frame(model, data, parts)
+    """Return the point between the tips of the fingers, in the frame of the hand.
+
+    Without two fingers, and in a frame that carries no finger, which is one of the tool itself, it is the origin.
+    """
+    position, rotation, hand = site_frame(model, data, parts)
+    if not all(int(model.joint(name).bodyid[0]) in below(model, hand) for name in parts.fingers):
+        return parts.site_pos
     axis = rotation @ parts.axis
     tips, middles = [], []
     for joint in parts.fingers:
@@ -407,7 +413,7 @@ def _between_fingers(model: mujoco.MjModel, data: mujoco.MjData, parts: ArmParts
             for geom in geoms
         ]
         tips.append(max(ahead))
-        middles.append(data.geom_xpos[geoms].mean(axis=0) - position)
+        middles.append(data.geom_xpos[geoms[int(np.argmax(ahead))]] - position)
     if len(tips) < 2 or min(tips) <= _BEHIND_TIPS:
         return parts.site_pos
     across = np.mean(middles, axis=0)
@@ -427,4 +433,6 @@ def reach(model: mujoco.MjModel, geom: int, up: np.ndarray) -> float:
         return float(np.abs(up) @ size)
     if kind == mujoco.mjtGeom.mjGEOM_CYLINDER:
         return float(size[1] * abs(up[2]) + size[0] * math.sqrt(max(0.0, 1.0 - up[2] ** 2)))
+    if kind == mujoco.mjtGeom.mjGEOM_ELLIPSOID:
+        return float(np.linalg.norm(size * up))
     return float(size[0] + (size[1] * abs(up[2]) if kind == mujoco.mjtGeom.mjGEOM_CAPSULE else 0.0))

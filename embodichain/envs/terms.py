@@ -220,8 +220,10 @@ class RewardTerms:
         terms, who, func = self._terms, self._who[name], self._functions[name]
 
         def first(task: Task, scene: Scene, action: Tensor) -> Tensor:
+            measured = Measurements(scene)  # names what is missing
             with blamed_on(who):
-                value = term(task, Measurements(scene), action)
+                value = term(task, measured, action)
+            scene.update(measured)  # what the term keeps there for others
             wrong = wrong_number(value, len(action))
             if wrong is not None:
                 raise ConfigError(f"env.rewards.terms.{name}: {wrong} of {func!r}")

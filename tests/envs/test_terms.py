@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from embodichain.envs import terms
-from embodichain.envs.registration import load_gym_config, make
+from embodichain.envs.registration import load_gym_config, make, register_task
 from embodichain.envs.task import UnknownQuantityError
+from embodichain.envs.tasks.reach import Reach
 from embodichain.errors import ConfigError
 
 SCENE = {
@@ -168,6 +169,31 @@ def test_own_functions_that_read_an_unknown_quantity_get_the_names_of_all():
         pytest.raises(UnknownQuantityError, match=message),
     ):
         env.step(env.expert_action())
+
+
+def test_what_a_term_keeps_in_the_scene_is_there_for_others():
+    """Also in its first call after a step, if it could not be checked before."""
+
+    @terms.register_reward("test_keeps")
+    def keeps(task, scene, action):
+        scene["kept"] = scene["success"] * 0.0 + scene["after_a_step"]
+        return scene["kept"]
+
+    @terms.register_reward("test_reads")
+    def reads(task, scene, action):
+        return scene["kept"] + 1.0
+
+    class Later(Reach):
+        def after_step(self, scene):
+            super().after_step(scene)
+            scene["after_a_step"] = scene["distance"]
+
+    register_task("LaterTest", Later)
+    own = {"a": {"func": "test_keeps"}, "b": {"func": "test_reads"}}
+    with make({"id": "LaterTest", "num_envs": 2, "env": {"rewards": {"terms": own}}}) as env:
+        for _ in range(2):
+            parts = env.step(env.expert_action())[4]["rewards"]
+            torch.testing.assert_close(parts["b"], parts["a"] + 1.0)
 
 
 @pytest.mark.parametrize("group", ["image", "depth", "segmentation"])

@@ -11,6 +11,7 @@ import pytest
 from embodichain.cli.main import main
 from embodichain.envs.env_cfg import RobotCfg
 from embodichain.envs.model_files import read_spec
+from embodichain.envs.robot_check import suggest
 from embodichain.envs.robots import Robot, build_model, describe
 from embodichain.errors import AssetError
 
@@ -136,6 +137,55 @@ def test_tool_of_a_hand_without_a_site_is_between_the_tips_of_the_fingers(save, 
     out = " ".join(capsys.readouterr().out.split())
     assert "body hand, between the tips of the fingers" in out
     assert '"tool_site"' not in out  # it would be the origin of the hand
+
+
+def test_a_frame_named_like_a_tool_is_the_tool(save):
+    """Of several frames, and although there are fingers."""
+    other = '<link name="ft_frame"/>' + joint("jf", "c", "ft_frame", "0 0 .1", kind="fixed")
+    np.testing.assert_allclose(tool_at(*built(mjcf=save(urdf(more=other + TOOL)))), [0.0, 0.0, 0.95], atol=1e-6)
+    frame = '<link name="tcp"/>' + joint("jt", "hand", "tcp", "0.02 0 .06", kind="fixed")
+    np.testing.assert_allclose(
+        tool_at(*built(mjcf=save(urdf(more=fingers(0.2) + frame)))), [0.02, 0.0, 0.81], atol=1e-6
+    )
+
+
+def test_tools_of_two_arms_are_where_the_check_says(save):
+    """The config that it suggests has the same tools as the arms named by their joints."""
+    one = urdf(f"<collision>{BOX}</collision>", fingers(0.2))
+    links = one.partition('<link name="base"/>')[2].removesuffix("</robot>")
+    for name in ("a", "b", "c", "ja", "jb", "jc", "hand", "jh", "left", "right", "left_slide", "right_slide"):
+        links = links.replace(f'"{name}"', '"{side}_' + name + '"')
+    arms = links.replace("{side}", "l") + links.replace("{side}", "r")
+    path = save(f'<robot name="two"><link name="base"/>{arms}</robot>')
+    cfg, _ = suggest(RobotCfg(mjcf=path))
+    joints = {side: {"joints": [f"{side}_{name}" for name in ("ja", "jb", "jc")]} for side in "lr"}
+    for given in (cfg, RobotCfg.from_dict({"mjcf": path, "arms": joints})):
+        for arm in [arm for _, spec in describe(given) for arm in spec.arms]:
+            assert arm.parts.site_pos == pytest.approx((0.0, 0.0, 0.14))
+
+
+@pytest.mark.parametrize("shape", ["", '<geometry><mesh filename="c.stl"/></geometry>'])
+def test_what_cannot_be_drawn_is_left_out(save, shape):
+    save("solid ascii\nendsolid ascii\n", "c.stl")
+    visual = f"<visual>{shape}</visual><collision>{BOX}</collision>"
+    assert read_spec(Path(save(urdf(visual)))).compile().ngeom == 1
+
+
+def test_meshes_without_their_path_are_found(save):
+    save(TETRA, "assets/c.obj")
+    mesh = '<geometry><mesh filename="package://other/meshes/c.obj"/></geometry>'
+    settings = '<mujoco><compiler meshdir="assets" strippath="true"/></mujoco>'
+    model = read_spec(
+        Path(save(urdf(f"<collision>{mesh}</collision><visual>{mesh}</visual>", TOOL, settings)))
+    ).compile()
+    assert sorted(model.geom_group) == [1, 3]
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "foo"])
+def test_encodings_that_python_cannot_parse_are_left_to_mujoco(save, encoding):
+    body = '<mujoco><worldbody><body><geom size="1"/></body></worldbody></mujoco>'
+    text = f'<?xml version="1.0" encoding="{encoding}"?>{body}'
+    assert read_spec(Path(save(text, "mine.xml"))).compile().ngeom == 1
 
 
 @pytest.mark.extra("robots")
