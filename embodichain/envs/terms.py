@@ -140,11 +140,18 @@ class TermRegistry(Generic[F]):
             for parameter in inspect.signature(function).parameters.values():
                 if parameter.name in self.given or parameter.kind is parameter.VAR_KEYWORD:
                     continue
-                body["__annotations__"][parameter.name] = hints.get(parameter.name, Any)
+                body["__annotations__"][parameter.name] = hints.get(parameter.name, _kind_of(parameter.default))
                 if parameter.default is not parameter.empty:
                     body[parameter.name] = parameter.default
             self._parameters[name] = configclass(type(f"{name}_params", (), body))
         return self._parameters[name]
+
+
+def _kind_of(default: Any) -> Any:
+    """Return the type of a parameter without an annotation, by its default."""
+    if isinstance(default, bool | str):
+        return type(default)
+    return int | float if isinstance(default, int | float) else Any
 
 
 RewardTerm = Callable[..., Any]

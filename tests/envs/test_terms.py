@@ -171,6 +171,24 @@ def test_own_functions_that_read_an_unknown_quantity_get_the_names_of_all():
         env.step(env.expert_action())
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"factor": "x"}, r"params\.factor: expected .*number.*got 'x'"),
+        ({"name": 1}, r"params\.name: expected a string, got 1"),
+        ({"negative": "no"}, r"params\.negative: expected a boolean, got 'no'"),
+    ],
+)
+def test_parameters_without_annotations_have_the_types_of_their_defaults(params, message):
+    @terms.register_reward("test_plain")
+    def plain(task, scene, action, factor=1, name="a", negative=False, more=None):
+        return factor * ACTION[:, 0]
+
+    assert reward("test_plain", factor=0.5, name="b", negative=True, more=[1]).tolist() == [0.25, 0.5]
+    with pytest.raises(ConfigError, match=message):
+        terms.REWARDS.bind("test_plain", params, "env.rewards.terms.x")
+
+
 def test_what_a_term_keeps_in_the_scene_is_there_for_others():
     """Also in its first call after a step, if it could not be checked before."""
 
