@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodichain.envs import terms
+from embodichain.envs import registration, terms
 from embodichain.envs.registration import load_gym_config, make, register_task
 from embodichain.envs.task import UnknownQuantityError
 from embodichain.envs.tasks.reach import Reach
@@ -189,7 +189,7 @@ def test_parameters_without_annotations_have_the_types_of_their_defaults(params,
         terms.REWARDS.bind("test_plain", params, "env.rewards.terms.x")
 
 
-def test_what_a_term_keeps_in_the_scene_is_there_for_others():
+def test_what_a_term_keeps_in_the_scene_is_there_for_others(monkeypatch):
     """Also in its first call after a step, if it could not be checked before."""
 
     @terms.register_reward("test_keeps")
@@ -206,6 +206,7 @@ def test_what_a_term_keeps_in_the_scene_is_there_for_others():
             super().after_step(scene)
             scene["after_a_step"] = scene["distance"]
 
+    monkeypatch.setattr(registration, "_TASKS", dict(registration._TASKS))
     register_task("LaterTest", Later)
     own = {"a": {"func": "test_keeps"}, "b": {"func": "test_reads"}}
     with make({"id": "LaterTest", "num_envs": 2, "env": {"rewards": {"terms": own}}}) as env:
