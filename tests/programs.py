@@ -32,8 +32,8 @@ from typing import IO, Any
 
 PRELOADED = ("torch", "tensordict", "torch._dynamo", "torch.distributed", "gymnasium", "pydantic", "tyro", "rich")
 _STATUS, _RUNNING = struct.Struct("ii"), 1 << 20
-_DOOR = b"door"
-"""What is said about a socket at which others than this process will ask."""
+_LISTEN = b"listen"
+"""The message that comes with a listening socket, at which other processes send requests."""
 _FORKS, _CONTROL = "TESTS_PROGRAMS_FORKS", 3
 """Variable and descriptor through which a program that was forked has others forked by the same process."""
 
@@ -192,14 +192,14 @@ def fork_ranks() -> None:
 
 
 def fork_at(path: Path) -> None:
-    """Fork for everybody who asks at ``path``, a socket, as ``tests/scale/forked_worker.py`` does.
+    """Accept requests at a socket ``path``, too, such as those of ``tests/scale/forked_worker.py``.
 
-    No thread of this process has a part in it: while Ray connects with a cluster, none can run.
+    The forking process answers them itself: while Ray connects to a cluster, no thread of this process can run.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(str(path))
-        door.listen(16)
-        _request(_DOOR, [door.fileno()])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(16)
+        _request(_LISTEN, [listener.fileno()])
 
 
 def _copy(pipe: IO[str], out: int) -> None:
@@ -252,7 +252,7 @@ def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str], bool
     signal.set_wakeup_fd(write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: dict[int, int] = {}
-    doors: dict[int, socket.socket] = {}
+    listeners: dict[int, socket.socket] = {}
     events = select.poll()
     for descriptor in (control.fileno(), wake):
         events.register(descriptor, select.POLLIN)
@@ -267,24 +267,24 @@ def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str], bool
                 os.close(status)
         if not (asking := ready - {wake}):
             continue
-        guest = doors[asked].accept()[0] if (asked := asking.pop()) in doors else control.dup()
-        with guest:
-            message, descriptors, _, _ = socket.recv_fds(guest, 1 << 20, 4)
-        if not message and asked not in doors:
+        connection = listeners[asked].accept()[0] if (asked := asking.pop()) in listeners else control.dup()
+        with connection:
+            message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 4)
+        if not message and asked not in listeners:
             os._exit(0)
-        if message == _DOOR:
-            door, requests = descriptors
-            doors[door] = socket.socket(fileno=door)
-            events.register(door, select.POLLIN)
+        if message == _LISTEN:
+            listener, requests = descriptors
+            listeners[listener] = socket.socket(fileno=listener)
+            events.register(listener, select.POLLIN)
             os.close(requests)
-        if message in (b"", _DOOR):
+        if message in (b"", _LISTEN):
             continue
         stdout, stderr, status, *requests = descriptors
         if (pid := os.fork()) == 0:
             signal.set_wakeup_fd(-1)
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
-            for inherited in (control, *doors.values()):
+            for inherited in (control, *listeners.values()):
                 inherited.detach()
             words, cwd, env, new_session = json.loads(message)
             kept = _CONTROL if _FORKS in env else _CONTROL - 1

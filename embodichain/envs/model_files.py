@@ -128,8 +128,9 @@ def _read_urdf(path: Path, root: ElementTree.Element) -> mujoco.MjSpec:
     spec.modelfiledir = str(path.parent)
     for body in spec.bodies:
         colliding = [geom for geom in body.geoms if geom.contype or geom.conaffinity]
-        for geom in colliding if len(colliding) < len(body.geoms) else ():
-            geom.group = _HIDDEN_GROUP  # the visual geometry is drawn
+        if len(colliding) < len(body.geoms):  # the visual geometry is drawn
+            for geom in colliding:
+                geom.group = _HIDDEN_GROUP
     return spec
 
 

@@ -51,11 +51,6 @@ def turned(cfg: ObjectCfg) -> list[float]:
 
 def rest_height(model: mujoco.MjModel, body: str) -> float:
     """Return the height of a body's origin above its lowest point, at its default orientation."""
-    return _extent(model, body, 2, -1.0)
-
-
-def _extent(model: mujoco.MjModel, body: str, axis: int, sign: float) -> float:
-    """Return the extent of a body from its origin along a world axis, or against it (``sign`` -1)."""
     number = model.body(body).id
     turn = np.empty(9)
     mujoco.mju_quat2Mat(turn, model.body_quat[number])
@@ -63,9 +58,9 @@ def _extent(model: mujoco.MjModel, body: str, axis: int, sign: float) -> float:
     for geom in range(model.body_geomadr[number], model.body_geomadr[number] + model.body_geomnum[number]):
         rotation = np.empty(9)
         mujoco.mju_quat2Mat(rotation, model.geom_quat[geom])
-        along = (turn.reshape(3, 3) @ rotation.reshape(3, 3))[axis]  # the axis in the frame of the geom
-        at = float((turn.reshape(3, 3) @ model.geom_pos[geom])[axis])
-        found.append(reach(model, geom, -sign * along) + sign * at)
+        up = (turn.reshape(3, 3) @ rotation.reshape(3, 3))[2]  # the vertical in the frame of the geom
+        height = float((turn.reshape(3, 3) @ model.geom_pos[geom])[2])
+        found.append(reach(model, geom, up) - height)
     return max(found, default=0.0)
 
 

@@ -1,6 +1,6 @@
-"""Start a worker of Ray by asking the process that has imported torch already to fork it, and end with it.
+"""Start a worker of Ray by a fork of the process that has already imported torch, and exit as the worker does.
 
-Nodes run this in place of Ray's ``setup_worker.py``, which looks at two words and runs the others as a Python program.
+Nodes run this instead of Ray's ``setup_worker.py``, which reads two arguments and runs the others as a Python program.
 """
 
 import json
@@ -17,6 +17,6 @@ if __name__ == "__main__":
         message = json.dumps([words, os.getcwd(), dict(os.environ), True]).encode()
         socket.send_fds(server, [message], [1, 2, write])
     os.close(write)
-    with os.fdopen(status, "rb") as told:
-        *_, (_, code) = struct.iter_unpack("ii", told.read())  # what is told at last is how it ended
+    with os.fdopen(status, "rb") as reports:
+        *_, (_, code) = struct.iter_unpack("ii", reports.read())  # the last report has the exit code
     sys.exit(code)
